@@ -1,0 +1,188 @@
+"""The nouns of a step, in the order they appear: Prompt -> Completion -> Group -> Episode -> Batch -> LossOutput.
+
+Everything before `Batch` is plain data on the CPU and, after the exchange, identical on every rank. `Batch` is the first
+thing on a device. Packing is decided here, once, from lengths alone, so that no rank can disagree about it.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Prompt:
+    index: int  # position in the run's prompt order; with the run's seed it names the prompt's random numbers
+    token_ids: list[int]
+    text: str = ""  # what the dataset asked, before the chat template; rewards see this
+    target: str = ""  # the expected answer, for rewards
+    row: dict[str, Any] = field(default_factory=dict)  # the dataset row
+
+
+@dataclass(frozen=True)
+class Completion:
+    text: str
+    token_ids: list[int]  # as sampled, the end-of-sequence token included
+    logprobs: list[float]  # of the sampling policy at the sampling temperature, one per token
+    metadata: dict[str, Any] = field(default_factory=dict)
+    stop_reason: str = "eos"  # "eos" | "stop_string" | "length" | "abort"
+    policy_version: int = 0  # of the policy that sampled it: the number of optimizer steps it had taken
+
+
+@dataclass
+class Group:
+    """All completions of one prompt, scored."""
+
+    prompt: Prompt
+    completions: list[Completion]
+    rewards: list[float] = field(default_factory=list)  # one per completion: the weighted sum of the parts
+    reward_parts: dict[str, list[float]] = field(default_factory=dict)  # unweighted, by the reward's name
+
+
+@dataclass
+class Episode:
+    """One trainable sequence of L tokens: P prompt tokens, then R response tokens."""
+
+    token_ids: np.ndarray  # [L] int64
+    num_prompt_tokens: int  # P >= 1: the first response token needs a token to follow
+    loss_mask: np.ndarray  # [R] float32, 1 where a response token counts in the loss
+    advantages: np.ndarray  # [R] float32
+    gen_logprobs: np.ndarray | None = None  # [R] float32, the sampler's own
+    ref_logprobs: np.ndarray | None = None  # [R] float32; None, never zeros, where there is no reference
+    old_logprobs: np.ndarray | None = None  # [R] float32; None: the policy's own, detached, in the same pass
+    group: int = 0  # which prompt it answers, within the step
+    policy_version: int = 0
+
+    @property
+    def num_response_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+
+@dataclass
+class Batch:
+    """B episodes packed into one row of N tokens, and their responses as the [B, T] grid a loss sees (T: longest response).
+
+    Attention stays inside [cu_seqlens[i], cu_seqlens[i+1]). `rows[j]` is the position in the row whose next token is
+    `targets[j]`, over all response tokens in episode order (M of them); `grid[j]` is that token's place in the flattened [B, T].
+    """
+
+    token_ids: Tensor  # [N] int64
+    positions: Tensor  # [N] int64, restart at 0 for each episode
+    cu_seqlens: Tensor  # [B + 1] int32
+    max_seqlen: int
+    rows: Tensor  # [M] int64
+    targets: Tensor  # [M] int64
+    grid: Tensor  # [M] int64
+    shape: tuple[int, int]  # (B, T)
+
+
+@dataclass
+class LossOutput:
+    loss: Tensor  # [B, T] per token, unreduced: who is averaged over whom is decided by the step's token weights
+    metrics: dict[str, Tensor] = field(default_factory=dict)  # [B, T] each, detached; reported as means over loss tokens
+
+
+def plan_rows(lengths: list[int], num_replicas: int, max_tokens: int) -> list[list[list[int]]]:
+    """Deal episodes (by index) to replicas and pack each deal into rows of at most `max_tokens`: [replica][row] -> indices.
+
+    Longest first to the least loaded replica, then first-fit-decreasing. Every replica gets the same number of rows, the last
+    ones possibly empty: a row is one forward pass, and a forward pass is a collective. A pure function of its arguments.
+
+    >>> plan_rows([3, 5, 2], num_replicas=2, max_tokens=6)
+    [[[1]], [[0, 2]]]
+    """
+    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+    if order and lengths[order[0]] > max_tokens:
+        raise ValueError(
+            f"training.max_tokens_per_batch={max_tokens} is less than a sequence of {lengths[order[0]]} tokens; "
+            f"raise it to at least training.seq_len"
+        )
+    load = [0] * num_replicas
+    plans: list[list[list[int]]] = [[] for _ in range(num_replicas)]
+    room: list[list[int]] = [[] for _ in range(num_replicas)]
+    for i in order:
+        r = load.index(min(load))
+        load[r] += lengths[i]
+        slot = next((s for s, left in enumerate(room[r]) if left >= lengths[i]), None)
+        if slot is None:
+            slot = len(plans[r])
+            plans[r].append([])
+            room[r].append(max_tokens)
+        plans[r][slot].append(i)
+        room[r][slot] -= lengths[i]
+    longest = max(map(len, plans))
+    return [rows + [[] for _ in range(longest - len(rows))] for rows in plans]
+
+
+# A replica with nothing left to do still runs its forward pass, on one token that follows one token and counts for nothing.
+IDLE = Episode(np.zeros(2, np.int64), 1, np.zeros(1, np.float32), np.zeros(1, np.float32))
+
+
+def to_batch(episodes: list[Episode], device: torch.device) -> Batch:
+    """Concatenate episodes into one row, without padding. Needs at least one."""
+    lengths = np.array([len(e.token_ids) for e in episodes])
+    starts = np.concatenate([[0], np.cumsum(lengths)])
+    responses = [e.num_response_tokens for e in episodes]
+    width = max(responses)
+    rows = np.concatenate([np.arange(s + e.num_prompt_tokens - 1, s + len(e.token_ids) - 1) for s, e in zip(starts, episodes)])
+    token_ids = np.concatenate([e.token_ids for e in episodes])
+
+    def tensor(values: np.ndarray, dtype: torch.dtype = torch.int64) -> Tensor:
+        return torch.as_tensor(values, dtype=dtype).to(device)
+
+    return Batch(
+        token_ids=tensor(token_ids),
+        positions=tensor(np.concatenate([np.arange(n) for n in lengths])),
+        cu_seqlens=tensor(starts, torch.int32),
+        max_seqlen=int(lengths.max()),
+        rows=tensor(rows),
+        targets=tensor(token_ids[rows + 1]),
+        grid=tensor(np.concatenate([b * width + np.arange(r) for b, r in enumerate(responses)])),
+        shape=(len(episodes), width),
+    )
+
+
+def pad(columns: list[np.ndarray], device: torch.device) -> Tensor:
+    """One [B, T] float32 grid from a [R] array per episode; 0 where an episode has ended."""
+    grid = np.zeros((len(columns), max(map(len, columns))), np.float32)
+    for row, values in zip(grid, columns, strict=True):
+        row[: len(values)] = values
+    return torch.as_tensor(grid).to(device)
+
+
+def to_episodes(groups: list[Group], advantages: list[list[float]], *, mask_truncated: bool, old_from_sampler: bool) -> list[Episode]:
+    """One episode per completion that has a token, each response token credited with its completion's advantage.
+
+    mask_truncated: answers cut off by the length limit count in neither numerator nor denominator of the loss.
+    old_from_sampler: the policy before the update is taken to be the one that sampled, as its log-probs say.
+    """
+    episodes = []
+    for index, (group, values) in enumerate(zip(groups, advantages, strict=True)):
+        for completion, advantage in zip(group.completions, values, strict=True):
+            length = len(completion.token_ids)
+            if not length:
+                continue
+            counts = not (mask_truncated and completion.stop_reason == "length")
+            gen = np.array(completion.logprobs, np.float32)
+            episodes.append(
+                Episode(
+                    token_ids=np.array(group.prompt.token_ids + completion.token_ids, np.int64),
+                    num_prompt_tokens=len(group.prompt.token_ids),
+                    loss_mask=np.full(length, counts, np.float32),
+                    advantages=np.full(length, advantage, np.float32),
+                    gen_logprobs=gen,
+                    old_logprobs=gen if old_from_sampler else None,
+                    group=index,
+                    policy_version=completion.policy_version,
+                )
+            )
+    return episodes
+
+
+def attach(name: str, episodes: list[Episode], values: list[np.ndarray]) -> None:
+    """Give every episode its `values` [R] under `name`: "ref_logprobs" or "old_logprobs"."""
+    for episode, column in zip(episodes, values, strict=True):
+        assert len(column) == episode.num_response_tokens, f"{name}: {len(column)} values for {episode.num_response_tokens} tokens"
+        vars(episode)[name] = column

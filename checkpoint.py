@@ -1,0 +1,112 @@
+"""Save and resume everything a run needs, with a mark that says "whole"."""
+
+import pickle
+import shutil
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+
+from batch import Group
+from parallel.exchange import from_each, from_root
+from parallel.placement import Placement
+from parallel.sub_world import random_state, set_random_state
+from trainer import Trainer
+
+MARK = "WHOLE"  # written last: a folder without it is never resumed from
+
+
+@dataclass(kw_only=True)
+class CheckpointConfig:
+    every: int = 0  # steps between checkpoints, rounded up to a step that syncs the weights; 0: none but the last
+    keep: int = 2  # newest checkpoints to keep; 0: all
+    export_hf: bool = False  # true: write the final model to <output>/hf as a Hugging Face checkpoint
+
+    def check(self) -> None:
+        for key, value in (("every", self.every), ("keep", self.keep)):
+            if value < 0:
+                raise ValueError(f"{key}={value}: must be 0 or more")
+
+
+def is_due(step: int, cfg: CheckpointConfig, sync_interval: int) -> bool:
+    """Whether a checkpoint falls after `step` steps. Only steps that sync are eligible: a resumed engine gets the saved policy.
+
+    >>> [s for s in range(1, 13) if is_due(s, CheckpointConfig(every=4), sync_interval=3)]
+    [6, 9, 12]
+    """
+    if not cfg.every or step % sync_interval:
+        return False
+    return step // cfg.every > (step - sync_interval) // cfg.every
+
+
+@dataclass(frozen=True)
+class Saved:
+    """Where a run goes on; the defaults are its beginning."""
+
+    step: int = 0  # steps done
+    updates: int = 0  # optimizer steps done
+    position: int = 0  # of the data
+    ahead: list[list[Group]] = field(default_factory=list)  # rollouts sampled and not yet trained on
+    random: list[tuple] = field(default_factory=list)  # state of each rank's random number generators
+    folder: Path | None = None  # of weights and moments
+
+
+def save(
+    output: Path, step: int, trainer: Trainer, place: Placement, cfg: CheckpointConfig, *, position: int, ahead: list[list[Group]]
+) -> None:
+    """Write `output/checkpoints/step_N`, with the mark last, then remove the oldest. Collective over the world."""
+    folder = output / "checkpoints" / f"step_{step}"
+    if place.is_root:
+        shutil.rmtree(folder, ignore_errors=True)  # left by a save that was interrupted
+        folder.mkdir(parents=True)
+    from_root(None, place)
+    if trainer.model.is_local:
+        dcp.save(trainer.state(), checkpoint_id=folder, process_group=place.trainer_group)
+    random = from_each(random_state(), place)
+    if place.is_root:
+        saved = Saved(step, trainer.updates, position, ahead, random)
+        (folder / "run.pkl").write_bytes(pickle.dumps(saved))
+        (folder / MARK).touch()
+        if cfg.keep:
+            for old in whole(output)[: -cfg.keep]:
+                shutil.rmtree(old)
+    from_root(None, place)
+
+
+def whole(output: Path) -> list[Path]:
+    """Checkpoints that can be resumed from, oldest first."""
+    marks = (output / "checkpoints").glob(f"step_*/{MARK}")
+    return sorted((m.parent for m in marks), key=lambda p: int(p.name.removeprefix("step_")))
+
+
+def find(resume: str, output: Path, place: Placement) -> Saved:
+    """The newest whole checkpoint of `output` ("auto"), that of the named folder, or the beginning ("never", or none is there).
+
+    Reads all but weights and moments. Collective over the world.
+    """
+    folder = None
+    if resume == "auto":
+        folder = next(reversed(whole(output)), None)
+    elif resume != "never":
+        folder = Path(resume)
+        if not (folder / MARK).exists():
+            raise ValueError(f"resume={resume}: no whole checkpoint (a folder <output>/checkpoints/step_N with a file {MARK}); or set auto or never")
+    folder = from_root(folder, place)
+    if folder is None:
+        return Saved()
+    if place.is_root:
+        print(f"resuming from {folder}", flush=True)
+    return replace(pickle.loads((folder / "run.pkl").read_bytes()), folder=folder)
+
+
+def restore(saved: Saved, trainer: Trainer, place: Placement) -> None:
+    """Load weights, moments and random numbers. Any layout of ranks may resume. Collective over the trainer's mesh."""
+    if saved.folder is None:
+        return
+    if trainer.model.is_local:
+        state = trainer.state()
+        dcp.load(state, checkpoint_id=saved.folder, process_group=place.trainer_group)
+    trainer.resume_at(saved.updates)
+    if len(saved.random) == dist.get_world_size():
+        set_random_state(saved.random[dist.get_rank()])

@@ -1,0 +1,15 @@
+"""Supervised fine-tuning as a policy loss, so that it shares trainer, token weights and head with all others."""
+
+from torch import Tensor
+
+from losses.contract import PolicyLoss
+
+
+class NLLLoss(PolicyLoss):
+    """Negative log-likelihood of the response tokens: u = -logprobs, averaged over all tokens of the step."""
+
+    averaging = "token"
+    elementwise = True
+
+    def per_token(self, logprobs: Tensor) -> Tensor:
+        return -logprobs

@@ -1,0 +1,163 @@
+"""A Hugging Face causal LM spread over a sub-mesh: packed batch -> log-probabilities of response tokens."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from huggingface_hub import save_torch_state_dict
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import attention
+from batch import IDLE, Batch, Episode, plan_rows, to_batch
+from head import logprobs_from_hidden
+from parallel.placement import device_of, holds, share
+from parallel.plans import parallelize
+
+Row = list[Episode]
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """A Hugging Face checkpoint: a hub id with its revision, or a folder."""
+
+    name: str
+    revision: str | None = None
+
+    def tokenizer(self) -> Any:
+        tokenizer = AutoTokenizer.from_pretrained(self.name, revision=self.revision)
+        if tokenizer.pad_token_id is None:
+            tokenizer.pad_token = tokenizer.eos_token
+        return tokenizer
+
+
+class ResponseLogprobs(nn.Module):
+    """The language model and its head as one forward, so that FSDP gathers the head's weight for it."""
+
+    def __init__(self, lm: nn.Module, temperature: float):
+        super().__init__()
+        self.lm = lm
+        self.temperature = temperature
+
+    def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """log-probs and entropy of the response tokens, fp32 [M] each, at the sampling temperature."""
+        hidden = self.lm.model(
+            input_ids=batch.token_ids[None],
+            position_ids=batch.positions[None],
+            use_cache=False,
+            segments=attention.Segments.of(batch.cu_seqlens, batch.max_seqlen),
+        ).last_hidden_state[0]
+        head = self.lm.get_output_embeddings()
+        softcap = self.lm.config.get_text_config().to_dict().get("final_logit_softcapping")
+        logprobs, entropy = logprobs_from_hidden(
+            hidden[batch.rows], head.weight, batch.targets, temperature=self.temperature, bias=head.bias, softcap=softcap, entropy=True
+        )
+        assert entropy is not None
+        return logprobs, entropy
+
+
+class Model:
+    """A handle every rank holds. Outside `mesh` it has no local module and its share of any work is []."""
+
+    def __init__(
+        self,
+        source: ModelSource,
+        mesh: DeviceMesh,
+        *,
+        dtype: str,
+        temperature: float,
+        max_tokens: int,
+        trainable: bool,
+    ):
+        """Load the checkpoint and spread it. dtype: of the computation; a trainable model keeps its weights in fp32.
+
+        max_tokens: in one forward pass of one replica. Collective over `mesh`.
+        """
+        self.mesh, self.max_tokens, self.source = mesh, max_tokens, source
+        self.dtype: torch.dtype = getattr(torch, dtype)
+        self.tp_partial: list[nn.Parameter] = []  # gradients to be summed over the mesh's "tp" axis
+        self._module: ResponseLogprobs | None = None
+        if not holds(mesh):
+            return
+        self.device = device_of(mesh)
+        lm = AutoModelForCausalLM.from_pretrained(
+            source.name, revision=source.revision, dtype="auto", attn_implementation=attention.NAME
+        )
+        if not trainable:
+            lm.requires_grad_(False)
+        self._module = ResponseLogprobs(lm, temperature)
+        weights = torch.float32 if trainable else self.dtype
+        self.tp_partial = parallelize(self._module, lm, mesh, self.device, weights=weights, compute=self.dtype)
+
+    @property
+    def is_local(self) -> bool:
+        return self._module is not None
+
+    @property
+    def local(self) -> ResponseLogprobs:
+        """This rank's shards. Asking for them outside the mesh is a bug in the caller."""
+        assert self._module is not None, f"this rank is not in {self.mesh} and holds no part of the model"
+        return self._module
+
+    def shards(self) -> dict[str, Tensor]:
+        """Parameters by the checkpoint's names, as this rank holds them; {} outside the mesh. A tied head is there once."""
+        return {name.removeprefix("lm."): p for name, p in self.local.named_parameters()} if self.is_local else {}
+
+    def rows(self, episodes: list[Episode]) -> list[Row]:
+        """The packed rows this rank's replica runs: as many on every replica, [] outside the mesh.
+
+        A replica that has run out of episodes gets an idle row, since a forward pass is a collective.
+        """
+        plan = plan_rows([len(e.token_ids) for e in episodes], self.mesh.size(0), self.max_tokens)
+        return [[episodes[i] for i in row] or [IDLE] for rows in share(plan, self.mesh) for row in rows]
+
+    @torch.no_grad()
+    def logprobs(self, episodes: list[Episode]) -> list[np.ndarray]:
+        """Log-probs of the response tokens, [R] each, of this rank's share of `episodes`. Collective over the mesh."""
+        if not self.is_local:
+            return []
+        mine = share(episodes, self.mesh)
+        rows = plan_rows([len(e.token_ids) for e in mine], 1, self.max_tokens)[0]
+        scored: list[np.ndarray] = [np.zeros(0, np.float32)] * len(mine)
+        for row in rows + [[]] * (self._most_rows(episodes) - len(rows)):
+            batch = to_batch([mine[i] for i in row] or [IDLE], self.device)
+            values = self.local(batch)[0].cpu().numpy()
+            ends = np.cumsum([mine[i].num_response_tokens for i in row])
+            for i, part in zip(row, np.split(values, ends[:-1]), strict=False):
+                scored[i] = part
+        return scored
+
+    def _most_rows(self, episodes: list[Episode]) -> int:
+        """Forward passes of the replica with the most of them: every replica makes as many."""
+        lengths = [len(e.token_ids) for e in episodes]
+        count = self.mesh.size(0)
+        return max(len(plan_rows(lengths[r::count], 1, self.max_tokens)[0]) for r in range(count))
+
+    @torch.no_grad()
+    def export(self, folder: Path) -> None:
+        """Write a Hugging Face checkpoint in the computation's dtype, tokenizer included. Collective over the mesh; one rank writes.
+
+        The whole model passes through the CPU memory of the mesh's first rank.
+        """
+        if not self.is_local:
+            return
+        first = self.mesh.get_coordinate() == [0, 0]
+        weights = {}
+        for name, shard in self.shards().items():
+            tensor = shard.detach().to(self.dtype)
+            tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            if first:
+                weights[name] = tensor.cpu().contiguous()
+        if first:
+            folder.mkdir(parents=True, exist_ok=True)
+            config = self.local.lm.config
+            config.dtype = self.dtype
+            config.save_pretrained(folder)
+            if self.local.lm.generation_config is not None:
+                self.local.lm.generation_config.save_pretrained(folder)
+            save_torch_state_dict(weights, folder)
+            self.source.tokenizer().save_pretrained(folder)

@@ -1,0 +1,59 @@
+"""How a script ends: on every rank, with one message that matters and an exit code that says so."""
+
+import os
+import sys
+import traceback
+from collections.abc import Callable
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+
+def launch(main: Callable[[], None]) -> None:
+    """Run `main`; when it raises, print why once for the whole job and leave at once with exit code 1.
+
+    A ValueError is something the user can change and is printed as its message; anything else with its traceback. The rank that
+    fails first claims the right to speak in the job's store, so the errors of peers that lost their partner stay one line long.
+    The process leaves without destructors: a peer may be inside a collective that this rank will never join, and torchrun ends
+    the peers when one rank has gone.
+    """
+    try:
+        main()
+    except KeyboardInterrupt:
+        _leave(130)
+    except BaseException as error:  # noqa: BLE001 - the last frame of the program: everything ends here, loudly
+        if isinstance(error, SystemExit) and error.code in (0, None):
+            raise
+        rank = int(os.environ.get("RANK", 0))
+        if _claim(rank):
+            if isinstance(error, ValueError):
+                print(f"error: {error}", file=sys.stderr, flush=True)
+            elif not isinstance(error, SystemExit):
+                print(f"rank {rank} failed:\n{traceback.format_exc()}", file=sys.stderr, flush=True)
+        elif dist.is_initialized():
+            print(f"rank {rank} stops because another rank failed ({type(error).__name__})", file=sys.stderr, flush=True)
+        _leave(1)
+    finish()
+
+
+def finish() -> None:
+    """End the world in order, if it was started."""
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+def _claim(rank: int) -> bool:
+    """Is this the rank that explains the failure? Before the world exists all ranks fail alike, and rank 0 speaks."""
+    if not dist.is_initialized():
+        return rank == 0
+    try:
+        return c10d._get_default_store().add("drophammer/failed", 1) == 1
+    except RuntimeError:  # the store has gone: whoever hosted it has failed and spoken
+        return False
+
+
+def _leave(code: int) -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

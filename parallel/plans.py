@@ -1,0 +1,73 @@
+"""How each model family is split: which modules FSDP wraps, and how tensor parallelism cuts their linears."""
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+
+
+@dataclass(frozen=True)
+class Plan:
+    blocks: str = "model.layers"  # dotted path of the ModuleList of transformer blocks
+    tp: dict[str, ParallelStyle] = field(default_factory=dict)  # path inside a block -> cut
+    partial: tuple[str, ...] = ()  # paths inside a block whose whole weights see only this rank's heads: gradients add up over TP
+
+
+LLAMA = Plan(
+    tp={
+        "self_attn.q_proj": ColwiseParallel(),
+        "self_attn.k_proj": ColwiseParallel(),
+        "self_attn.v_proj": ColwiseParallel(),
+        "self_attn.o_proj": RowwiseParallel(),
+        "mlp.gate_proj": ColwiseParallel(),
+        "mlp.up_proj": ColwiseParallel(),
+        "mlp.down_proj": RowwiseParallel(),
+    },
+)
+QWEN3 = Plan(tp=LLAMA.tp, partial=("self_attn.q_norm", "self_attn.k_norm"))
+
+PLANS = {"llama": LLAMA, "mistral": LLAMA, "qwen2": LLAMA, "qwen3": QWEN3}  # keyed by the Hugging Face `model_type`
+
+
+def parallelize(
+    root: nn.Module, model: nn.Module, mesh: DeviceMesh, device: torch.device, *, weights: torch.dtype, compute: torch.dtype
+) -> list[nn.Parameter]:
+    """Cut `model` along "tp", then shard along "dp"; in place, block by block, so that one full block at a time is on the device.
+
+    root: the module whose forward uses `model`; it gathers what is in no block. weights: dtype of the sharded parameters;
+    compute: of the forward and backward passes. Returns the parameters whose gradients must be summed over "tp".
+    ValueError when the family has no plan for tensor parallelism or its heads cannot be dealt out.
+    """
+    tp = mesh["tp"].size()
+    plan = PLANS.get(model.config.model_type, Plan())
+    if tp > 1:
+        _check_tp(model, plan, tp)
+    precision = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    partial: list[nn.Parameter] = []
+    for block in model.get_submodule(plan.blocks):
+        block.to(device=device, dtype=weights)
+        if tp > 1:
+            parallelize_module(block, mesh["tp"], plan.tp, src_data_rank=None)
+        fully_shard(block, mesh=mesh["dp"], mp_policy=precision)
+        if tp > 1:
+            partial += [p for path in plan.partial for p in block.get_submodule(path).parameters()]
+    root.to(device=device)
+    for parameter in root.parameters():
+        parameter.data = parameter.data.to(weights)
+    fully_shard(root, mesh=mesh["dp"], mp_policy=precision, reshard_after_forward=False)
+    return partial
+
+
+def _check_tp(model: nn.Module, plan: Plan, tp: int) -> None:
+    config = model.config
+    if not plan.tp:
+        raise ValueError(
+            f"parallelism.tensor_parallel_degree={tp}: model family {config.model_type!r} has no tensor-parallel plan; set it to 1, "
+            f"or add the family to PLANS in parallel/plans.py (known: {', '.join(PLANS)})"
+        )
+    for name, count in (("attention", config.num_attention_heads), ("key-value", config.num_key_value_heads)):
+        if count % tp:
+            raise ValueError(f"parallelism.tensor_parallel_degree={tp} does not divide the model's {count} {name} heads")

@@ -1,0 +1,1 @@
+"""Sampling answers and scoring them."""

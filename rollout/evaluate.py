@@ -1,0 +1,71 @@
+"""Held-out prompts through the engine: what the policy answers when it is not being trained."""
+
+import statistics
+from dataclasses import dataclass, replace
+
+from batch import Group, Prompt
+from data import DatasetConfig, PromptStream
+from parallel.exchange import everyone
+from parallel.placement import Placement, speaks_for
+from rollout.generator import Generator, Sampling
+from rollout.rewards import Scorer
+
+EVAL_SEED = 1_000_003  # added to the run's seed, so that no prompt is evaluated with the numbers it is trained with
+
+
+@dataclass(kw_only=True)
+class EvalConfig:
+    dataset: DatasetConfig | None = None  # held-out prompts, in the form of `dataset`; null: no evaluation
+    every: int = 0  # steps between evaluations, besides the first and the last; 0: only those
+    n_samples: int = 1  # completions per prompt
+    temperature: float = 0.0  # 0: greedy
+    max_prompts: int | None = None  # the first so many prompts of the dataset; null: all
+
+    def check(self) -> None:
+        if self.every < 0:
+            raise ValueError(f"every={self.every}: must be 0 or more")
+        if self.n_samples < 1:
+            raise ValueError(f"n_samples={self.n_samples}: must be at least 1")
+        if self.temperature < 0:
+            raise ValueError(f"temperature={self.temperature}: must be 0 (greedy) or more")
+        if self.temperature == 0 and self.n_samples > 1:
+            raise ValueError(f"n_samples={self.n_samples} with temperature=0: greedy answers are all the same; set n_samples: 1")
+        if self.max_prompts is not None and self.max_prompts < 1:
+            raise ValueError(f"max_prompts={self.max_prompts}: must be at least 1, or null for all")
+
+
+def load_prompts(cfg: EvalConfig, tokenizer: object, max_prompt_tokens: int) -> list[Prompt]:
+    """The evaluation's prompts; [] when there is none. The same on every rank."""
+    if cfg.dataset is None:
+        return []
+    stream = PromptStream(cfg.dataset, tokenizer, seed=0, max_prompt_tokens=max_prompt_tokens, epochs=1)
+    return stream.take(cfg.max_prompts or 2**62)
+
+
+def score_share(generator: Generator, scorer: Scorer, prompts: list[Prompt], n_samples: int, sampling: Sampling) -> list[Group]:
+    """Sample and score this rank's share. Of a replica's ranks one scores, since all hold the same completions."""
+    groups = generator.generate(prompts, n_samples, sampling)
+    return [scorer.score(g) for g in groups] if speaks_for(generator.mesh) else groups
+
+
+def evaluate(
+    cfg: EvalConfig, prompts: list[Prompt], generator: Generator, scorer: Scorer, place: Placement, training: Sampling
+) -> dict[str, float]:
+    """Mean reward, and accuracy: the share of answers to which the first reward gave 1 or more. Collective over the world.
+
+    training: how the policy is sampled for training; evaluation keeps its limits and has a temperature and seeds of its own.
+    """
+    if not prompts:
+        return {}
+    seed = None if training.seed is None else training.seed + EVAL_SEED
+    sampling = replace(training, temperature=cfg.temperature, seed=seed)
+    groups = everyone(score_share(generator, scorer, prompts, cfg.n_samples, sampling), place.generator, place)
+    rewards = [r for g in groups for r in g.rewards]
+    first = [r for g in groups for r in next(iter(g.reward_parts.values()))]
+    lengths = [len(c.token_ids) for g in groups for c in g.completions]
+    return {
+        "eval/reward": statistics.fmean(rewards),
+        "eval/accuracy": statistics.fmean(r >= 1 for r in first),
+        "eval/len": statistics.fmean(lengths),
+        "eval/prompts": len(groups),
+    }

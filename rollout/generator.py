@@ -1,0 +1,321 @@
+"""vLLM inside the generator ranks' own processes. The only file that imports vLLM, and the only one that knows its internals.
+
+An engine replica is a world of its own (`sub_world`) with its own random numbers. It samples token ids from token ids, keeps its
+log-probs at the sampling temperature, and takes new weights from `stream_weights`, every tensor of which is verified in place.
+"""
+
+import gc
+import hashlib
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from transformers import AutoConfig
+
+from batch import Completion, Group, Prompt
+from model import ModelSource
+from parallel.memory import empty_cache, fits_beside
+from parallel.placement import Placement, holds, share, shares_ranks
+from parallel.sub_world import OwnRandomState, random_state, sub_world
+from parallel.weights import Bucket, checksum
+
+
+@dataclass(kw_only=True)
+class GeneratorConfig:
+    dtype: str | None = None  # of the engine's weights, bfloat16 or float32; default: training.dtype
+    gpu_memory_utilization: float = 0.5  # share of a GPU's memory for the engine's weights and KV cache
+    max_num_seqs: int | None = None  # sequences decoded at once; default: 256, or 64 on a CPU
+    enforce_eager: bool = False  # true: no CUDA graphs (a CPU never has them)
+    engine: dict[str, Any] = field(default_factory=dict)  # further vLLM engine arguments, by vLLM's names
+
+    def check(self) -> None:
+        if self.dtype not in (None, "bfloat16", "float32"):
+            raise ValueError(f"dtype={self.dtype}: must be bfloat16 or float32")
+        if not 0 < self.gpu_memory_utilization < 1:
+            raise ValueError(f"gpu_memory_utilization={self.gpu_memory_utilization}: must be between 0 and 1")
+        if self.max_num_seqs is not None and self.max_num_seqs < 1:
+            raise ValueError(f"max_num_seqs={self.max_num_seqs}: must be at least 1")
+
+
+@dataclass(frozen=True)
+class Sampling:
+    temperature: float  # 0: greedy
+    max_new_tokens: int | None = None  # None: what training.seq_len leaves after the prompt
+    stop: tuple[str, ...] = ()
+    seed: int | None = None  # of the run: each (prompt, sample) gets its own, so that who samples does not matter; None: the engine's
+
+
+def sample_seed(run_seed: int, prompt_index: int, sample_index: int) -> int:
+    """The random seed of one sample, a function of nothing but its name. (vLLM gives the children of n=G the seeds s, s+1, ...)
+
+    >>> sample_seed(0, 0, 0) == sample_seed(0, 0, 0), sample_seed(0, 0, 1) == sample_seed(0, 1, 0)
+    (True, False)
+    """
+    name = f"{run_seed}/{prompt_index}/{sample_index}".encode()
+    return int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little") >> 2
+
+
+class Generator:
+    """A handle every rank holds. Outside its mesh there is no engine, its share of prompts is [] and its methods do nothing."""
+
+    def __init__(self, source: ModelSource, cfg: GeneratorConfig, place: Placement, *, dtype: str, seq_len: int, seed: int):
+        """Start the engine with weights still to be loaded. Collective over each replica."""
+        self.mesh: DeviceMesh = place.generator
+        self.seq_len = seq_len
+        self.version = -1  # of the policy loaded last; -1: none yet, generate refuses
+        self.dtype = getattr(torch, cfg.dtype or dtype)
+        self._llm: Any = None
+        self._kv_asleep = False
+        if not holds(self.mesh):
+            return
+        assert place.replica is not None
+        self._replica = place.replica
+        self._rng = OwnRandomState()
+        self._tokenizer = source.tokenizer()
+        self._sleeps = place.device.type == "cuda" and shares_ranks(self.mesh, place.trainer)
+        index = self.mesh.get_local_rank("dp")
+        arguments = self._arguments(source, cfg, place) | {"seed": seed + index} | cfg.engine
+        threads, set_threads, precision = torch.get_num_threads(), torch.set_num_threads, torch.get_float32_matmul_precision()
+        with self._inside():
+            _prepare_vllm(place.device.type, unique=f"{os.environ.get('MASTER_PORT', '0')}-{index}")
+            from vllm import LLM
+            from vllm.engine.arg_utils import EngineArgs
+
+            known = {f.name for f in fields(EngineArgs)}
+            if unknown := sorted(set(cfg.engine) - known):
+                raise ValueError(f"generator.engine.{unknown[0]}: vLLM has no such engine argument")
+            self._llm = LLM(**arguments)
+        torch.set_num_threads = set_threads  # vLLM replaces it by a function that only warns
+        set_threads(threads)
+        torch.set_float32_matmul_precision(precision)
+        self._can_stay = fits_beside(place.device, self._sleeps)
+
+    def _arguments(self, source: ModelSource, cfg: GeneratorConfig, place: Placement) -> dict[str, Any]:
+        shape = AutoConfig.from_pretrained(source.name, revision=source.revision).get_text_config()
+        tp, heads = self.mesh.size(1), shape.num_attention_heads
+        if heads % tp:
+            raise ValueError(f"services.generator.procs={tp} does not divide the model's {heads} attention heads")
+        if self.seq_len > shape.max_position_embeddings:
+            raise ValueError(f"training.seq_len={self.seq_len} exceeds the model's {shape.max_position_embeddings} positions")
+        arguments: dict[str, Any] = {
+            "model": source.name,
+            "revision": source.revision,
+            "tensor_parallel_size": tp,
+            "distributed_executor_backend": "external_launcher",
+            "dtype": self.dtype,
+            "load_format": "dummy",  # the policy's weights follow before the first sample, and each is verified
+            "max_model_len": self.seq_len,
+            "logprobs_mode": "processed_logprobs",  # after the temperature; the default is before it
+            "enable_prefix_caching": True,
+            "disable_log_stats": True,
+        }
+        if place.device.type == "cuda":
+            return arguments | {
+                "gpu_memory_utilization": cfg.gpu_memory_utilization,
+                "max_num_seqs": cfg.max_num_seqs or 256,
+                "enforce_eager": cfg.enforce_eager,
+                "enable_sleep_mode": self._sleeps,
+            }
+        seqs = cfg.max_num_seqs or 64
+        head = getattr(shape, "head_dim", None) or shape.hidden_size // heads
+        kv_heads = -(-shape.num_key_value_heads // tp)
+        per_token = 2 * shape.num_hidden_layers * kv_heads * head * self.dtype.itemsize
+        padded = -(-self.seq_len // 128) * 128  # the CPU cache's block
+        return arguments | {
+            "max_num_seqs": seqs,
+            "enforce_eager": True,
+            "kv_cache_memory_bytes": max(padded * per_token * 2, min(padded * per_token * (seqs + 1), 2**30)),
+            # A token budget below the prompt's length splits the prompt, and a seeded CPU request then fails (vLLM 0.32).
+            "enable_chunked_prefill": False,
+            "max_num_batched_tokens": max(2048, self.seq_len),
+            "async_scheduling": False,
+        }
+
+    @contextmanager
+    def _inside(self) -> Iterator[None]:
+        """Every call into vLLM happens here: in the replica's world, with the engine's own random numbers."""
+        with sub_world(self._replica), self._rng.entered():
+            yield
+
+    def generate(self, prompts: list[Prompt], n_samples: int, sampling: Sampling) -> list[Group]:
+        """`n_samples` completions for each of this rank's share of `prompts`; the ranks of a replica return the same."""
+        mine = share(prompts, self.mesh)
+        if not mine:
+            return []
+        assert self.version >= 0, "generate before the first load"
+        from vllm import SamplingParams
+
+        requests, params = [], []
+        for prompt in mine:
+            room = self.seq_len - len(prompt.token_ids)
+            for sample in range(n_samples):
+                requests.append({"prompt_token_ids": list(prompt.token_ids)})
+                params.append(
+                    SamplingParams(
+                        temperature=sampling.temperature,
+                        max_tokens=min(room, sampling.max_new_tokens or room),
+                        stop=list(sampling.stop),
+                        detokenize=bool(sampling.stop),  # the text is made below, once; stop strings need it in the engine
+                        logprobs=0,  # of the sampled token
+                        seed=None if sampling.seed is None else sample_seed(sampling.seed, prompt.index, sample),
+                    )
+                )
+        with self._inside():
+            outputs = iter(self._llm.generate(requests, params, use_tqdm=False))
+        return [Group(p, [self._completion(next(outputs).outputs[0]) for _ in range(n_samples)]) for p in mine]
+
+    def _completion(self, output: Any) -> Completion:
+        ids = list(output.token_ids)
+        if output.finish_reason == "stop":
+            reason = "stop_string" if isinstance(output.stop_reason, str) else "eos"
+        else:
+            reason = "length" if output.finish_reason == "length" else "abort"
+        text = output.text if reason == "stop_string" else self._tokenizer.decode(ids, skip_special_tokens=True)
+        logprobs = [entry[token].logprob for entry, token in zip(output.logprobs, ids, strict=True)]
+        return Completion(text, ids, logprobs, {}, reason, self.version)
+
+    @contextmanager
+    def asleep(self, *, until_load: bool) -> Iterator[None]:
+        """Free the engine's GPU memory for the duration, where it shares the GPU with the trainer and not everything fits.
+
+        until_load: new weights follow, so the old ones are dropped; otherwise they wait in host memory.
+        """
+        if self._llm is None or not self._sleeps or self._can_stay:
+            yield
+            return
+        with self._inside():
+            self._llm.sleep(level=2 if until_load else 1)
+        yield
+        empty_cache()
+        with self._inside():
+            self._llm.wake_up(tags=["weights"])
+            if not until_load:
+                self._llm.wake_up(tags=["kv_cache"])
+        self._kv_asleep = until_load
+
+    @torch.no_grad()
+    def load(self, buckets: Iterator[Bucket], version: int) -> None:
+        """Become policy `version`. Drains `buckets` on every rank; keeps and verifies them where an engine lives."""
+        if self._llm is None:
+            for _ in buckets:
+                pass
+            return
+        model = self._model()
+        expected: dict[str, tuple[int, int]] = {}
+        for bucket in buckets:
+            expected |= {name: (total, tensor.numel()) for name, tensor, total in bucket}
+            with self._inside():
+                model.load_weights((name, tensor) for name, tensor, _ in bucket)
+        self._verify(model, expected)
+        empty_cache()
+        with self._inside():
+            if self._kv_asleep:
+                self._llm.wake_up(tags=["kv_cache"])
+                self._kv_asleep = False
+            if not self._llm.reset_prefix_cache():
+                raise RuntimeError("vLLM did not reset its prefix cache: requests are still running")
+        self.version = version
+
+    def _verify(self, model: nn.Module, expected: dict[str, tuple[int, int]]) -> None:
+        """Every tensor of the engine must carry the checksum of the trainer's. Collective over the replica.
+
+        Checksums are sums of bit patterns, so those of the slices that tensor parallelism makes add up; a tensor that every rank
+        keeps whole adds up to that many times the original.
+        """
+        slices = checkpoint_slices(model)
+        if unknown := sorted(set(expected) - set(slices)):
+            raise RuntimeError(f"weight sync: {len(unknown)} names match nothing in the engine: {unknown[:3]}")
+        if missing := sorted(set(slices) - set(expected)):
+            raise RuntimeError(f"weight sync: the trainer sent nothing for {len(missing)} tensors of the engine: {missing[:3]}")
+        names = sorted(expected)
+        sums = torch.stack([checksum(slices[name]) for name in names])
+        sizes = torch.tensor([slices[name].numel() for name in names], device=sums.device)
+        found = torch.stack([sums, sizes])
+        dist.all_reduce(found, group=self._replica)
+        for name, total, size in zip(names, *found.tolist(), strict=True):
+            want, numel = expected[name]
+            copies, rest = divmod(size, numel)
+            if rest or not copies or total != copies * want:
+                raise RuntimeError(f"weight sync: {name} in the engine differs from the trainer's (checksum {total} != {copies} x {want})")
+
+    def _model(self) -> nn.Module:
+        return self._llm.llm_engine.model_executor.driver_worker.worker.model_runner.get_model()
+
+    def close(self) -> None:
+        """End the engine before the world ends."""
+        if self._llm is not None:
+            with self._inside():
+                self._llm.llm_engine.engine_core.shutdown()
+            self._llm = None
+            gc.collect()
+
+    def random_state(self) -> tuple | None:
+        """Of the engine's unseeded requests."""
+        return self._rng.state or random_state() if self._llm is not None else None
+
+
+def checkpoint_slices(model: nn.Module) -> dict[str, Tensor]:
+    """This rank's part of every checkpoint tensor, as views of the engine's parameters, by the checkpoint's names.
+
+    vLLM keeps q, k and v (gate and up) in one parameter and pads the vocabulary; a tied head appears once, as the embedding.
+    """
+    packed = model.packed_modules_mapping
+    slices: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    for path, module in model.named_modules():
+        parent, _, leaf = path.rpartition(".")
+        for kind, parameter in module.named_parameters(recurse=False):
+            if id(parameter) in seen:
+                continue
+            seen.add(id(parameter))
+            if leaf in packed:
+                parts = parameter.split(module.output_partition_sizes)
+                slices |= {f"{parent}.{name}.{kind}": part for name, part in zip(packed[leaf], parts, strict=True)}
+            elif isinstance(getattr(module, "org_vocab_size", None), int):
+                slices[f"{path}.{kind}"] = parameter[: module.shard_indices.num_org_elements]
+            else:
+                slices[f"{path}.{kind}"] = parameter
+    return slices
+
+
+def _prepare_vllm(device_type: str, unique: str) -> None:
+    """What vLLM must be told before its first import here, and the three places where it must behave as a guest."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    import vllm.distributed.parallel_state as parallel_state
+    import vllm.v1.engine.core as core
+
+    def leave_the_world(shutdown_ray: bool = False) -> None:
+        """vLLM's own destroys the default process group, which is ours."""
+        parallel_state.destroy_model_parallel()
+        if parallel_state._WORLD is not None:
+            parallel_state._WORLD.destroy()
+        parallel_state._WORLD = parallel_state._NODE_COUNT = None
+
+    core.cleanup_dist_env_and_memory = leave_the_world
+    if device_type == "cuda":
+        return
+    import torch._dynamo
+    import vllm.distributed.device_communicators.cpu_communicator as communicator
+    import vllm.model_executor.layers.utils as layers
+
+    torch._dynamo.config.disable = True  # it would compile one small function, and needs a C++ compiler for that
+
+    def keep_weights(layer: nn.Module, remove_weight: bool) -> None:
+        """vLLM's own packs each weight into an opaque copy that a reload of tied heads forgets and no checksum can read."""
+        layer.cpu_linear = nn.functional.linear
+
+    layers.dispatch_cpu_unquantized_gemm = keep_weights
+    name_of = communicator._CPUSHMDistributed.make_group_name
+
+    def unique_name(owner: Any) -> str:
+        """vLLM's own is the same for two replicas on one host, and for what a killed job left behind."""
+        return f"{name_of(owner)}-{unique}"
+
+    communicator._CPUSHMDistributed.make_group_name = staticmethod(unique_name)

@@ -1,0 +1,136 @@
+r"""Rewards: any callable `(prompt, response, target) -> float`, named in the config by a dotted path or `file.py:Name`.
+
+    rewards: {math: {fn: rollout.rewards.MathReward, weight: 1.0}, format: {fn: my_rewards.py:polite, weight: 0.2}}
+
+A reward receives three strings: `prompt`, what the dataset asked, before the chat template; `response`, the completion
+decoded without special tokens, and without what a chat template already put into the prompt (an opening `<think>`);
+`target`, the expected answer. It returns a finite number. A reward that raises, or returns anything else, ends the run:
+a missing score that becomes a zero looks like a bad model.
+
+Nothing a model wrote is evaluated here: answers are compared as exact fractions or as text.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from inspect import signature
+from numbers import Real
+from typing import Any
+
+from batch import Group
+from config import Call
+from rollout.answers import expected_answer, given_answer, same_answer
+
+Reward = Callable[[str, str, str], float]
+
+
+class RewardError(RuntimeError):
+    """A reward raised, or returned what is not a finite number."""
+
+
+class Scorer:
+    """The run's rewards, resolved once. `weight` (default 1.0) is the scorer's; the other keywords are the reward's."""
+
+    def __init__(self, rewards: dict[str, Call]):
+        if not rewards:
+            raise ValueError(
+                "rewards is empty: nothing to train for; add one, such as "
+                "rewards: {math: {fn: rollout.rewards.MathReward, weight: 1.0}}"
+            )
+        self._rewards: dict[str, tuple[Reward, float]] = {}
+        for name, call in rewards.items():
+            options = dict(call.kwargs)
+            weight = options.pop("weight", 1.0)
+            if isinstance(weight, bool) or not isinstance(weight, Real) or not math.isfinite(weight):
+                raise ValueError(f"rewards.{name}.weight={weight!r} is not a finite number")
+            reward = replace(call, kwargs=options).resolve()
+            check_reward(name, call.fn, reward)
+            self._rewards[name] = (reward, float(weight))
+
+    def score(self, group: Group) -> Group:
+        """The group with its rewards and their unweighted parts filled in."""
+        parts: dict[str, list[float]] = {name: [] for name in self._rewards}
+        for sample in range(len(group.completions)):
+            for name in self._rewards:
+                parts[name].append(self._score_one(name, group, sample))
+        totals = [
+            sum(weight * parts[name][sample] for name, (_, weight) in self._rewards.items())
+            for sample in range(len(group.completions))
+        ]
+        return replace(group, rewards=totals, reward_parts=parts)
+
+    def _score_one(self, name: str, group: Group, sample: int) -> float:
+        reward, _ = self._rewards[name]
+        prompt, response = group.prompt, group.completions[sample].text
+        where = f"rewards.{name}, prompt {prompt.index}, sample {sample} (response {response[:80]!r})"
+        try:
+            value: Any = reward(prompt.text, response, prompt.target)
+        except Exception as error:
+            raise RewardError(f"{where} raised {type(error).__name__}: {error}") from error
+        if not isinstance(value, Real) or not math.isfinite(value):
+            raise RewardError(f"{where} returned {value!r}; a reward returns a finite number for every sample")
+        return float(value)
+
+
+def check_reward(name: str, fn: str, reward: Any) -> None:
+    if not callable(reward):
+        raise ValueError(f"rewards.{name}.fn={fn} cannot be called: a reward is a function, or a class with __call__")
+    try:
+        signature(reward).bind("prompt", "response", "target")
+    except TypeError as error:
+        raise ValueError(
+            f"rewards.{name}.fn={fn} is called as (prompt, response, target) but takes {signature(reward)}: {error}"
+        ) from error
+
+
+class MathReward:
+    r"""`correct` where the response's final answer equals the target, else `wrong`.
+
+    One answer counts, the last that the response marks after its thinking: `\boxed{...}`, `#### ...`, `answer is ...`;
+    where none is marked, the last number. There is no credit for a target that merely occurs, and none for a box that
+    is never closed. Numbers are compared exactly, as fractions: `12.0`, `12`, `$12` and `24/2` are equal, `0.33` and
+    `1/3` are not; a percent sign is a unit; a unit may be left out but not be another one; a comma belongs to a number
+    only between groups of three digits. Everything else is compared as text, without case, spaces and LaTeX's dressing.
+    """
+
+    def __init__(self, *, correct: float = 1.0, wrong: float = 0.0):
+        self.correct, self.wrong = correct, wrong
+
+    def __call__(self, prompt: str, response: str, target: str) -> float:
+        expected = expected_answer(target)
+        return self.correct if same_answer(given_answer(response, expected), expected) else self.wrong
+
+
+class ThinkingReward:
+    """1.0 for one thought and an answer after it, `<think>...</think> answer`, else 0.0.
+
+    Many chat templates put the opening tag into the prompt, so a response that only closes the thought counts too.
+    """
+
+    def __call__(self, prompt: str, response: str, target: str) -> float:
+        thought, closing, answer = response.partition("</think>")
+        thought = thought.strip().removeprefix("<think>")
+        well_formed = closing and "<think>" not in thought and "think>" not in answer
+        return 1.0 if well_formed and thought.strip() and answer.strip() else 0.0
+
+
+class DigitsReward:
+    """1.0 for the target itself, spaces around it aside; else `partial` times the share of places that agree.
+
+    Places are characters; none agree where the lengths differ. A wrong answer never scores as much as the right one.
+    """
+
+    def __init__(self, *, partial: float = 0.0):
+        if not 0 <= partial <= 1:
+            raise ValueError(f"partial={partial} must lie between 0 and 1")
+        self.partial = partial
+
+    def __call__(self, prompt: str, response: str, target: str) -> float:
+        response, target = response.strip(), target.strip()
+        if not target:
+            raise ValueError("the target is empty: set dataset.target to the column with the answer")
+        if response == target:
+            return 1.0
+        if len(response) != len(target):
+            return 0.0
+        return self.partial * sum(a == b for a, b in zip(response, target, strict=True)) / len(target)

@@ -1,0 +1,234 @@
+"""What counts as a right answer, what a reward may return, and that nothing a model wrote is executed."""
+
+import math
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from batch import Completion, Group, Prompt
+from config import Call
+from rollout.rewards import DigitsReward, MathReward, RewardError, Scorer, ThinkingReward
+
+grade = MathReward()
+
+# The class of the torchforge guide, as it stands there.
+GUIDE_REWARD = r"""
+import re
+class CustomMathReward:
+    def __call__(self, prompt: str, response: str, target: str) -> float:
+        # Extract answer from response
+        match = re.search(r'\\boxed{([^}]+)}', response)
+        if not match:
+            return 0.0
+
+        answer = match.group(1).strip()
+        return 1.0 if answer == target else 0.0
+"""
+
+
+def test_correct_and_wrong_are_the_two_values_of_the_reward():
+    reward = MathReward(correct=2.0, wrong=-1.0)
+    assert [reward("", "#### 3", "3"), reward("", "#### 4", "3")] == [2.0, -1.0]
+
+
+def test_a_target_that_is_missing_is_an_error_and_not_a_wrong_answer():
+    for reward in (MathReward(), DigitsReward()):
+        with pytest.raises(ValueError, match="dataset.target"):
+            reward("", "5", " ")
+
+
+@pytest.mark.parametrize(
+    "reward", [MathReward(), ThinkingReward(), DigitsReward(partial=0.5)], ids=lambda r: type(r).__name__
+)
+@pytest.mark.parametrize(
+    "attack",
+    [
+        '\\boxed{__import__("os").system("touch MARK")}',
+        "\\boxed{().__class__.__base__}",
+        "\\boxed{9**9**9**9}",
+        "9**9**9**9",
+        "\\boxed{9^{9^{9^9}}}",
+        "\\boxed{1e999999999}",
+        "1e999999999",
+        "\\boxed{" + "9" * 5000 + "}",
+        "#### {target.__class__}",
+    ],
+)
+def test_text_from_a_model_is_never_executed_nor_evaluated(reward, attack, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    start = time.perf_counter()
+    for target in ("9", "1", "9**9**9"):
+        assert reward("", attack, target) == 0.0
+    assert time.perf_counter() - start < 1.0 and os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    "piece",
+    [
+        "9",
+        "1,",
+        "{",
+        "}",
+        "\\boxed{",
+        "\\frac{",
+        "\\frac{1}{",
+        "1/",
+        "1 ",
+        "-",
+        "$",
+        "####",
+        "#### 1 ",
+        "answer is ",
+        "answer",
+        "\\text{",
+        " ",
+        "\n",
+        "*",
+        "=",
+        "(1=",
+        "\\",
+        "\\boxed",
+        "<think>",
+        "</think>",
+        "1 1/",
+        "$-",
+        ".",
+        "a ",
+        "5 m ",
+        "{,}",
+        "9**",
+    ],
+)
+def test_a_hundred_thousand_characters_are_graded_in_bounded_time(piece):
+    text = piece * (100_000 // len(piece))
+    for response in (
+        text,
+        "\\boxed{" + text + "}",
+        "answer is " + text,
+        "\\boxed{" + text,
+        text + "#### 3",
+        text + " 5",
+    ):
+        start = time.perf_counter()
+        for reward in (grade, ThinkingReward(), DigitsReward()):
+            assert reward("", response, "17") == 0.0
+        assert time.perf_counter() - start < 2.0, response[:40]
+
+
+def test_a_thought_counts_once_and_only_with_an_answer_after_it():
+    reward = ThinkingReward()
+    right = ["2 and 2.</think>\n\\boxed{4}", "<think>2 and 2.</think>\n\\boxed{4}", "\n<think>\nso\n</think>4"]
+    wrong = [
+        "<think>2 and 2. \\boxed{4}",
+        "<think><think>2 and 2.</think>\\boxed{4}",
+        "2 and 2",
+        "",
+        "<think>2</think>",
+        "<think>2</think> \n",
+        "<think> </think>4",
+        "</think>4",
+        "<think>a</think>b</think>c",
+        "<think>a</think><think>b</think>c",
+        "well <think>a</think>b",
+    ]
+    assert [reward("", r, "4") for r in right + wrong] == [1.0] * len(right) + [0.0] * len(wrong)
+
+
+def test_partial_credit_is_the_share_of_places_that_agree():
+    reward = DigitsReward(partial=0.5)
+    answers = {
+        "123": 1.0,
+        " 123\n": 1.0,
+        "124": 0.5 * 2 / 3,
+        "321": 0.5 / 3,
+        "456": 0.0,
+        "12": 0.0,
+        "1234": 0.0,
+        "": 0.0,
+    }
+    assert {a: reward("", a, "123") for a in answers} == pytest.approx(answers)
+    assert DigitsReward()("", "124", "123") == 0.0
+    with pytest.raises(ValueError, match="partial=2"):
+        DigitsReward(partial=2)
+
+
+def group(responses: list[str], target: str = "4") -> Group:
+    return Group(Prompt(7, [1], "2 + 2?", target), [Completion(r, [1], [0.0]) for r in responses])
+
+
+def constant(prompt: str, response: str, target: str, *, value: float = 1.0) -> float:
+    return value
+
+
+def test_rewards_are_weighted_sums_of_unweighted_parts(tmp_path: Path):
+    (tmp_path / "mine.py").write_text(
+        "def length(prompt, response, target, *, per_char=1.0):\n    return per_char * len(response)\n"
+    )
+    scorer = Scorer(
+        {
+            "math": Call("rollout.rewards.MathReward", {"weight": 2}),
+            "length": Call(f"{tmp_path}/mine.py:length", {"weight": -0.5, "per_char": 0.1}),
+        }
+    )
+    given = group(["#### 4", "#### 5"])
+    scored = scorer.score(given)
+    assert scored.reward_parts == {"math": [1.0, 0.0], "length": pytest.approx([0.6, 0.6])}
+    assert scored.rewards == pytest.approx([1.7, -0.3])
+    assert given.rewards == [] and scored.completions is given.completions
+
+
+def test_the_guides_reward_class_works_from_its_file(tmp_path: Path):
+    (tmp_path / "rewards_of_the_guide.py").write_text(GUIDE_REWARD)
+    scorer = Scorer({"custom": Call(f"{tmp_path}/rewards_of_the_guide.py:CustomMathReward", {})})
+    assert scorer.score(group([r"\boxed{ 4 }", r"\boxed{5}", "4"])).rewards == [1.0, 0.0, 0.0]
+
+
+REWARDS_THAT_FAIL = """
+import math
+def none(prompt, response, target): return None if response == "bad" else 1.0
+def nan(prompt, response, target): return math.nan if response == "bad" else 1.0
+def inf(prompt, response, target): return -math.inf if response == "bad" else 1.0
+def word(prompt, response, target): return "1.0" if response == "bad" else 1.0
+def crash(prompt, response, target): return {}[response] if response == "bad" else 1.0
+"""
+
+
+@pytest.mark.parametrize(
+    "name, saying",
+    [
+        ("none", "returned None"),
+        ("nan", "returned nan"),
+        ("inf", "returned -inf"),
+        ("word", "returned '1.0'"),
+        ("crash", "raised KeyError"),
+    ],
+)
+def test_a_reward_without_a_finite_number_stops_the_run_and_names_itself_and_the_sample(name, saying, tmp_path: Path):
+    (tmp_path / "failing.py").write_text(REWARDS_THAT_FAIL)
+    scorer = Scorer(
+        {
+            "fine": Call("tests.test_rewards.constant", {}),
+            "shaky": Call(f"{tmp_path}/failing.py:{name}", {"weight": 0.5}),
+        }
+    )
+    with pytest.raises(RewardError, match=rf"rewards\.shaky, prompt 7, sample 2 \(response 'bad'\) {saying}") as caught:
+        scorer.score(group(["a", "b", "bad", "c"]))
+    assert isinstance(caught.value.__cause__, KeyError) == (name == "crash")
+    assert all(map(math.isfinite, scorer.score(group(["a", "b"])).rewards))
+
+
+@pytest.mark.parametrize("weight", [math.nan, math.inf, "1", None, True])
+def test_a_weight_is_a_finite_number(weight):
+    with pytest.raises(ValueError, match=r"rewards\.math\.weight"):
+        Scorer({"math": Call("rollout.rewards.MathReward", {"weight": weight})})
+
+
+def test_rewards_that_cannot_score_are_refused_before_the_run():
+    with pytest.raises(ValueError, match=r"rewards is empty.*rewards: \{math: \{fn: rollout.rewards.MathReward"):
+        Scorer({})
+    with pytest.raises(
+        ValueError, match=r"rewards\.odd\.fn=.*is called as \(prompt, response, target\) but takes \(p\)"
+    ):
+        Scorer({"odd": Call("os.path.basename", {})})

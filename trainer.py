@@ -1,0 +1,352 @@
+"""One optimizer step: rows of packed episodes -> loss -> gradients -> clip -> AdamW. The same for every loss and for SFT.
+
+The step's loss is a sum over all its tokens, each with a weight computed once from the lengths of all episodes. So no split into
+micro-batches, packed rows or ranks can change a gradient: the law that tests/test_placement.py holds.
+"""
+
+import math
+import statistics
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from batch import IDLE, Episode, pad, to_batch
+from losses.contract import forward_arguments, is_whole_batch, token_weights, whole_batch_loss
+from losses.kl import k3
+from metrics import TOKEN_MAXIMA, TOKEN_MEANS, TokenStats
+from model import Model, Row
+
+
+@dataclass(kw_only=True)
+class TrainingConfig:
+    steps: int | None = None  # rollouts to train on; null: one pass over the data
+    batch_size: int = 4  # prompts (SFT: rows of the dataset) per optimizer step, times gradient_accumulation_steps
+    gradient_accumulation_steps: int = 1  # multiplies batch_size; how the step is cut into forward passes is decided by max_tokens_per_batch
+    max_tokens_per_batch: int | None = None  # tokens in one forward pass of one replica; null: 16384, or seq_len if that is more
+    seq_len: int = 4096  # tokens of prompt and response together, at most
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"  # of computation; the master weights are float32 in either case
+    learning_rate: float = 1e-6  # peak of the schedule
+    schedule: Literal["constant", "linear", "cosine"] = "constant"  # after the warm-up; linear and cosine fall to 0 at training.steps
+    warmup_steps: int = 0  # steps over which the learning rate rises from 0
+    weight_decay: float = 0.0  # AdamW's, on matrices only
+    adam_beta1: float = 0.9  # AdamW's decay of the first moment
+    adam_beta2: float = 0.95  # AdamW's decay of the second moment
+    adam_eps: float = 1e-8  # AdamW's stabiliser
+    max_grad_norm: float = 1.0  # gradients are scaled down to this global norm; 0: never
+    updates_per_rollout: int = 1  # a rollout of this many times the prompts is split into that many optimizer steps
+    sync_interval: int = 1  # steps between two transfers of the weights to the generator
+    entropy_coef: float = 0.0  # weight of an entropy bonus in the loss
+
+    def check(self) -> None:
+        for key in ("batch_size", "gradient_accumulation_steps", "updates_per_rollout", "sync_interval"):
+            if vars(self)[key] < 1:
+                raise ValueError(f"{key}={vars(self)[key]}: must be at least 1")
+        if self.steps is not None and self.steps < 0:
+            raise ValueError(f"steps={self.steps}: must be 0 or more, or null for one pass over the data")
+        if self.seq_len < 2:
+            raise ValueError(f"seq_len={self.seq_len}: must be at least 2, a prompt token and a response token")
+        if self.max_tokens_per_batch is not None and self.max_tokens_per_batch < self.seq_len:
+            raise ValueError(f"max_tokens_per_batch={self.max_tokens_per_batch}: must hold a sequence of training.seq_len={self.seq_len} tokens")
+        for key in ("learning_rate", "warmup_steps", "weight_decay", "max_grad_norm", "entropy_coef"):
+            if vars(self)[key] < 0:
+                raise ValueError(f"{key}={vars(self)[key]}: must be 0 or more")
+        for key in ("adam_beta1", "adam_beta2"):
+            if not 0 <= vars(self)[key] < 1:
+                raise ValueError(f"{key}={vars(self)[key]}: must be at least 0 and below 1")
+        if self.adam_eps <= 0:
+            raise ValueError(f"adam_eps={self.adam_eps}: must be above 0")
+        if self.schedule != "constant" and self.steps is None:
+            raise ValueError(f"schedule={self.schedule} needs training.steps, the step at which the learning rate reaches 0")
+
+    @property
+    def row_tokens(self) -> int:
+        return self.max_tokens_per_batch or max(self.seq_len, 16384)
+
+    @property
+    def prompts_per_update(self) -> int:
+        return self.batch_size * self.gradient_accumulation_steps
+
+
+class Trainer:
+    """Trains a Model. Outside the model's mesh there is nothing to train, and `update` returns {}."""
+
+    def __init__(self, model: Model, cfg: TrainingConfig, loss: Any, *, pad_token_id: int, importance_cap: float | None = None):
+        """loss: a PolicyLoss, or any callable that maps [B, T] tensors to a scalar.
+
+        importance_cap: for data that another policy sampled, the largest weight pi / pi_sampler a token may carry, whatever the loss
+        (truncated importance sampling, as in IMPALA 1802.01561 and its use between sampler and trainer); None: no correction.
+        """
+        self.model, self.cfg, self.loss, self.pad_token_id, self.importance_cap = model, cfg, loss, pad_token_id, importance_cap
+        self.updates = 0  # optimizer steps taken
+        names = forward_arguments(loss)
+        self._has_ratio = bool(names & {"old_logprobs", "gen_logprobs"})
+        if not model.is_local:
+            return
+        self._parameters = model.shards()
+        groups: dict[tuple[int, bool], list[nn.Parameter]] = {}
+        for p in self._parameters.values():  # one fused call cannot mix meshes
+            groups.setdefault((p.device_mesh.ndim, p.ndim > 1), []).append(p)
+        self._adamw = torch.optim.AdamW(
+            [{"params": ps, "weight_decay": cfg.weight_decay if matrix else 0.0} for (_, matrix), ps in groups.items()],
+            lr=cfg.learning_rate, betas=(cfg.adam_beta1, cfg.adam_beta2), eps=cfg.adam_eps, fused=True,
+        )
+        self._adamw.zero_grad()
+
+    def train(self, episodes: list[Episode], step: int) -> dict[str, float]:
+        """A rollout's optimizer steps: its groups are split, in order, into `updates_per_rollout` parts. Collective over the mesh.
+
+        Returns the means over the updates of their statistics; maxima are maxima, and the mismatch to the sampler is the first's.
+        """
+        groups = 1 + max(e.group for e in episodes)
+        parts: list[list[Episode]] = [[] for _ in range(self.cfg.updates_per_rollout)]
+        for e in episodes:
+            parts[e.group * len(parts) // groups].append(e)
+        results = [self.update(part, step) for part in parts if part]
+        return {
+            name: value if name.startswith("mismatch/") else (max if name.endswith("/max") else statistics.fmean)(r[name] for r in results)
+            for name, value in results[0].items()
+        }
+
+    def update(self, episodes: list[Episode], step: int) -> dict[str, float]:
+        """One optimizer step on all of `episodes`, of which this rank's replica runs its share. Collective over the model's mesh.
+
+        `step` sets the learning rate. Returns statistics, equal on all ranks of the mesh.
+        """
+        if not self.model.is_local:
+            return {}
+        rows = self.model.rows(episodes)
+        lengths = [int(e.loss_mask.sum()) for e in episodes]
+        fixed = self._whole_batch(episodes, rows, lengths) if is_whole_batch(self.loss) else None
+        averaging = "token" if fixed else self.loss.averaging
+        shares = token_weights(averaging, lengths, max_tokens=None if fixed else self.loss.max_tokens)
+        weights = {id(e): w for e, w in zip(episodes, shares, strict=True)}
+
+        replicas = self.model.mesh.size(0)
+        stats: TokenStats | None = None
+        total = torch.zeros((), dtype=torch.float64, device=self.model.device)
+        for row in rows:
+            share, metrics, mask = self._row(row, weights, fixed)
+            (share * replicas).backward()  # undo FSDP's average over replicas: the weights are shares of the whole step
+            total += share.detach()
+            stats = stats or TokenStats(means=tuple(dict.fromkeys((*TOKEN_MEANS, *metrics))), device=self.model.device)
+            for name, values in metrics.items():
+                stats.add(name, values, mask)
+                if (name := name.replace("mean", "max")) in TOKEN_MAXIMA:
+                    stats.add(name, values, mask)
+        assert stats is not None, "no episodes"
+        dp = self.model.mesh.get_group("dp")
+        dist.all_reduce(total, group=dp)
+        result = {"loss/policy": fixed.value if fixed else float(total)} | stats.reduce(dp)
+        return result | {"loss/tokens": float(sum(lengths))} | self._step(step)
+
+    def _row(self, row: Row, weights: dict[int, float], fixed: "WholeBatch | None") -> tuple[Tensor, dict[str, Tensor], Tensor]:
+        """This row's part of the step's loss, per-token metrics [B, T] and the mask [B, T]."""
+        device = self.model.device
+        batch = to_batch(row, device)
+        flat, flat_entropy = self.model.local(batch)
+
+        def grid(values: Tensor) -> Tensor:
+            return values.new_zeros(batch.shape[0] * batch.shape[1]).index_copy(0, batch.grid, values).view(batch.shape)
+
+        logprobs, entropy = grid(flat), grid(flat_entropy)
+        mask = pad([e.loss_mask for e in row], device)
+        real = row[0] is not IDLE
+        inputs = _inputs(row, device) if real else dict.fromkeys(("advantages", "old_logprobs", "ref_logprobs", "gen_logprobs"))
+        gen = inputs["gen_logprobs"]
+        frozen = logprobs.detach()
+        old = frozen if inputs["old_logprobs"] is None else inputs["old_logprobs"]
+        weight = mask * torch.tensor([weights.get(id(e), 0.0) for e in row], device=device)[:, None]
+        if not real:
+            # Every replica must report the same names: an idle row evaluates the loss on tokens that do not count.
+            inputs |= {"advantages": torch.zeros_like(frozen), "ref_logprobs": frozen}
+        if fixed:
+            output, values = {}, logprobs * pad([fixed.gradients.get(id(e), np.zeros(1, np.float32)) for e in row], device)
+            share = (values * mask * self._correction(frozen, gen)).sum()
+        else:
+            out = self.loss.evaluate(logprobs=logprobs, entropy=entropy, padding_mask=mask, **inputs)
+            output = out.metrics
+            share = (out.loss * weight * self._correction(frozen, gen)).sum()
+        if self.cfg.entropy_coef:
+            bonus = weight if not fixed else mask * fixed.token_weight
+            share = share - self.cfg.entropy_coef * (entropy * bonus).sum()
+        metrics = {"entropy/mean": entropy, "entropy/nll": -frozen, "kl/old": old - frozen, "ratio/mean": (frozen - old).exp()}
+        known = {"clip_low": "clip/low", "clip_high": "clip/high"}
+        metrics |= {known.get(k, f"loss/{k}"): v for k, v in output.items() if k not in ("ratio", "kl")}
+        if inputs["ref_logprobs"] is not None and real:
+            metrics["kl/ref_k3"] = k3(frozen, inputs["ref_logprobs"])
+        if gen is not None:
+            metrics["mismatch/abs_mean"] = (frozen - gen).abs()
+        return share, metrics, mask
+
+    def _correction(self, frozen: Tensor, gen: Tensor | None) -> Tensor | float:
+        """What makes a token's importance weight min(pi / pi_sampler, cap), whether or not the loss forms the ratio itself. [B, T]"""
+        if self.importance_cap is None or gen is None:
+            return 1.0
+        ratio = (frozen - gen).exp()
+        return (self.importance_cap / ratio).clamp(max=1.0) if self._has_ratio else ratio.clamp(max=self.importance_cap)
+
+    def _whole_batch(self, episodes: list[Episode], rows: list[Row], lengths: list[int]) -> "WholeBatch":
+        """Evaluate a loss that returns a scalar once, on the whole step's [B, T], and keep d loss / d logprobs by episode.
+
+        Costs one forward pass more. Collective over the model's mesh.
+        """
+        mine: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+        places = {id(e): i for i, e in enumerate(episodes)}
+        with torch.no_grad():
+            for row in rows:
+                flat = [t.cpu().numpy() for t in self.model.local(to_batch(row, self.model.device))]
+                ends = np.cumsum([e.num_response_tokens for e in row])[:-1]
+                parts = [np.split(t, ends) for t in flat]
+                mine |= {places[id(e)]: pair for e, *pair in zip(row, *parts, strict=True) if id(e) in places}
+        gathered: list[dict] = [{} for _ in range(self.model.mesh.size(0))]
+        dist.all_gather_object(gathered, mine, group=self.model.mesh.get_group("dp"))
+        known = {i: pair for shard in gathered for i, pair in shard.items()}
+        logprobs, entropy = (pad([known[i][k] for i in range(len(episodes))], self.model.device) for k in (0, 1))
+        logprobs.requires_grad_()
+        mask = pad([e.loss_mask for e in episodes], self.model.device)
+        inputs = _inputs(episodes, self.model.device)
+        value = whole_batch_loss(self.loss, logprobs=logprobs, entropy=entropy, padding_mask=mask, **inputs)
+        (gradient,) = torch.autograd.grad(value, logprobs)
+        rows_of = gradient.cpu().numpy()
+        gradients = {id(e): rows_of[i, : e.num_response_tokens] for i, e in enumerate(episodes)}
+        return WholeBatch(value.item(), gradients, 1 / max(sum(lengths), 1))
+
+    @torch.no_grad()
+    def _step(self, step: int) -> dict[str, float]:
+        for p in self.model.tp_partial:
+            if p.grad is not None:
+                dist.all_reduce(_local(p.grad), group=self.model.mesh.get_group("tp"))
+        norm = self._norm({name: p.grad for name, p in self._parameters.items() if p.grad is not None})
+        if not math.isfinite(norm):
+            raise RuntimeError(f"the gradient's norm is {norm} at step {step}: lower training.learning_rate, or check the loss and the rewards")
+        limit = self.cfg.max_grad_norm
+        clipped = bool(limit) and norm > limit
+        if clipped:
+            torch._foreach_mul_([_local(p.grad) for p in self._parameters.values() if p.grad is not None], limit / norm)
+        lr = lr_at(step, self.cfg)
+        for group in self._adamw.param_groups:
+            group["lr"] = lr
+        self._adamw.step()
+        self._adamw.zero_grad()
+        self.updates += 1
+        moved = self._norm({name: self._last_move(p, lr) for name, p in self._parameters.items()}) / self._norm(self._parameters)
+        return {"grad/norm": norm, "grad/clipped": float(clipped), "optim/lr": lr, "optim/update_to_weight": moved}
+
+    def _last_move(self, p: Tensor, lr: float) -> Tensor:
+        """The step AdamW has just taken, from its moments (weight decay left out); this rank's shard."""
+        state, cfg = self._adamw.state.get(p), self.cfg
+        if not state:
+            return torch.zeros_like(_local(p))
+        first, second = _local(state["exp_avg"]), _local(state["exp_avg_sq"])
+        scale = lr / (1 - cfg.adam_beta1**self.updates)
+        return first * scale / ((second / (1 - cfg.adam_beta2**self.updates)).sqrt() + cfg.adam_eps)
+
+    def _norm(self, tensors: dict[str, Tensor]) -> float:
+        """Global L2 norm of tensors that are sharded like the parameters of the same names, over all meshes they live on."""
+        mesh = self.model.mesh
+        sums = torch.zeros(2, dtype=torch.float64, device=self.model.device)
+        for name, tensor in tensors.items():
+            parameter = self._parameters[name]
+            copies = math.prod(parameter.device_mesh.size(i) for i, p in enumerate(parameter.placements) if p.is_replicate())
+            sums[parameter.device_mesh.ndim - 1] += _local(tensor).norm(dtype=torch.float32).double().square() / copies
+        dist.all_reduce(sums, group=mesh.get_group("dp"))
+        if mesh.size(1) > 1:
+            dist.all_reduce(both := sums[1:].clone(), group=mesh.get_group("tp"))
+            sums[1:] = both
+        return float(sums.sum().sqrt())
+
+    def train_step(self, inputs: list[dict[str, Tensor]], targets: list[dict[str, Tensor]]) -> float:
+        """One optimizer step on micro-batches as dictionaries; returns the step's global loss. Collective over the model's mesh.
+
+        inputs: `tokens` [B, P + T], left-padded prompt and right-padded response (`attention_mask` of the same shape says where
+        tokens are; without it, leading pad tokens are padding). targets: `response` [B, T], `advantages` [B, 1] or [B, T],
+        `padding_mask` [B, T], and `ref_logprobs` [B, T] where the loss wants one. All entries are ONE step, and every rank of the
+        trainer passes the same lists.
+        """
+        if not inputs or len(inputs) != len(targets):
+            raise ValueError(f"train_step needs as many targets as inputs, at least one; got {len(inputs)} and {len(targets)}")
+        episodes = [e for i, t in zip(inputs, targets, strict=True) for e in _from_dictionaries(i, t, self.pad_token_id)]
+        return self.update(episodes, self.updates).get("loss/policy", 0.0)
+
+    def state(self) -> dict[str, Tensor]:
+        """Weights and moments by name, as this rank's shards, for saving and for loading in place. {} outside the mesh."""
+        if not self.model.is_local:
+            return {}
+        state: dict[str, Tensor] = {}
+        for name, p in self._parameters.items():
+            moments = self._adamw.state[p]
+            if not moments:
+                moments |= {"step": torch.tensor(0.0, device=self.model.device), "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
+            state |= {f"weight/{name}": p.detach(), f"exp_avg/{name}": moments["exp_avg"], f"exp_avg_sq/{name}": moments["exp_avg_sq"]}
+        return state
+
+    def resume_at(self, updates: int) -> None:
+        """Go on after `updates` optimizer steps, once `state` has been loaded."""
+        self.updates = updates
+        if self.model.is_local:
+            for moments in self._adamw.state.values():
+                moments["step"].fill_(float(updates))
+
+
+@dataclass(frozen=True)
+class WholeBatch:
+    value: float
+    gradients: dict[int, np.ndarray]  # by id(episode): d loss / d logprobs, [R]
+    token_weight: float  # of an entropy bonus: the mean over tokens
+
+
+def lr_at(step: int, cfg: TrainingConfig) -> float:
+    """Linear warm-up from 0, then the schedule. `step` counts from 0."""
+    if step < cfg.warmup_steps:
+        return cfg.learning_rate * (step + 1) / cfg.warmup_steps
+    if cfg.schedule == "constant" or cfg.steps is None:
+        return cfg.learning_rate
+    done = min((step - cfg.warmup_steps) / max(cfg.steps - cfg.warmup_steps, 1), 1.0)
+    return cfg.learning_rate * ((1 - done) if cfg.schedule == "linear" else (1 + math.cos(math.pi * done)) / 2)
+
+
+def _inputs(episodes: list[Episode], device: torch.device) -> dict[str, Tensor | None]:
+    """The [B, T] tensors of a loss that come with the episodes; None for what they do not carry."""
+
+    def column(name: str) -> Tensor | None:
+        values = [vars(e)[name] for e in episodes]
+        return None if values[0] is None else pad(values, device)
+
+    return {name: column(name) for name in ("advantages", "gen_logprobs", "ref_logprobs", "old_logprobs")}
+
+
+def _from_dictionaries(inputs: dict[str, Tensor], targets: dict[str, Tensor], pad_token_id: int) -> list[Episode]:
+    tokens, response, mask = inputs["tokens"], targets["response"], targets["padding_mask"]
+    batch, width = response.shape
+    if tokens.shape[0] != batch or mask.shape != response.shape or tokens.shape[1] <= width:
+        raise ValueError(
+            f"train_step: tokens {list(tokens.shape)} must be [B, P + T], response and padding_mask [B, T]; "
+            f"got {list(response.shape)} and {list(mask.shape)}"
+        )
+    if not torch.equal(tokens[:, -width:][mask.bool()], response[mask.bool()]):
+        raise ValueError("train_step: the last T columns of tokens must be the response (left-padded prompt, right-padded response)")
+    episodes = []
+    for b in range(batch):
+        prompt = tokens[b, :-width]
+        here = inputs["attention_mask"][b, :-width] if "attention_mask" in inputs else (prompt != pad_token_id).cumsum(0).clamp(max=1)
+        prompt = prompt[here.bool()]
+        if len(prompt) == 0:
+            raise ValueError(f"train_step: row {b} has no prompt token")
+        length = max(int(mask[b].nonzero().max()) + 1 if mask[b].any() else 1, 1)
+
+        def column(name: str, row: int = b, length: int = length) -> np.ndarray | None:
+            return targets[name][row].expand(width)[:length].float().numpy() if name in targets else None
+
+        ids = torch.cat([prompt, response[b, :length]]).numpy().astype(np.int64)
+        extra = {f"{k}_logprobs": column(f"{k}_logprobs") for k in ("gen", "ref", "old")}
+        episodes.append(Episode(ids, len(prompt), mask[b, :length].float().numpy(), column("advantages"), group=b, **extra))
+    return episodes
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
