@@ -186,3 +186,10 @@ def attach(name: str, episodes: list[Episode], values: list[np.ndarray]) -> None
     for episode, column in zip(episodes, values, strict=True):
         assert len(column) == episode.num_response_tokens, f"{name}: {len(column)} values for {episode.num_response_tokens} tokens"
         vars(episode)[name] = column
+
+
+def supervised(prompt: list[int], completion: list[int], seq_len: int) -> Episode:
+    """The row as an episode, cut at `seq_len` tokens; every token of the completion that is left is trained on."""
+    token_ids = np.array((prompt + completion)[:seq_len], np.int64)
+    count = len(token_ids) - len(prompt)
+    return Episode(token_ids, len(prompt), np.ones(count, np.float32), np.zeros(count, np.float32))

@@ -145,7 +145,7 @@ class Model:
         """
         if not self.is_local:
             return
-        first = self.mesh.get_coordinate() == [0, 0]
+        first = tuple(self.mesh.get_coordinate() or ()) == (0, 0)
         weights = {}
         for name, shard in self.shards().items():
             tensor = shard.detach().to(self.dtype)

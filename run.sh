@@ -137,16 +137,14 @@ torchrun() {
   start "${threads[@]}" "$python" -m torch.distributed.run "$@" --nproc-per-node="$ranks" "${script[@]}"
 }
 
-# Node numbers and address are SLURM's, not an election's: ranks follow the host list, whatever names resolve to.
+# torchrun_on_node NODES NODE STEP. Node numbers and address are SLURM's, not an election's: ranks follow the host list,
+# whatever names resolve to.
 torchrun_on_node() {
-  local nodes=$1 node=$2 step=$3 look=0.1 first
+  local nodes=$1 node=$2 step=$3 first
   if ((nodes == 1)); then torchrun --standalone; return; fi
   first=$(hosts "${SLURM_STEP_NODELIST:-$SLURM_JOB_NODELIST}")
-  # The first node's torchrun holds the store in which the others wait for the end. It looks less often whether its ranks
-  # are done: were it to leave before they wait, a good run would end with their tracebacks.
-  if [[ $node == 0 ]]; then look=2; fi
   torchrun --nnodes="$nodes" --node-rank="$node" --rdzv-backend=static --rdzv-id="$SLURM_JOB_ID.$step" \
-    --monitor-interval="$look" --master-addr="${first%%$'\n'*}" --master-port=$((10000 + (SLURM_JOB_ID * 8 + step) % 20000))
+    --master-addr="${first%%$'\n'*}" --master-port=$((10000 + (SLURM_JOB_ID * 8 + step) % 20000))
 }
 
 launch() {

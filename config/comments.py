@@ -24,29 +24,22 @@ def meanings(cls: type) -> dict[str, str]:
 
 def _meanings_in(source: str) -> dict[str, str]:
     lines = source.splitlines()
-    comments: dict[int, tuple[int, str]] = {}  # line -> (column, text)
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type == tokenize.COMMENT:
-            comments[token.start[0]] = (token.start[1], token.string.lstrip("# ").strip())
-
-    def alone(line: int) -> bool:
-        return line in comments and lines[line - 1].lstrip().startswith("#")
-
+    comments = {
+        token.start[0]: token.string.lstrip("#").strip()
+        for token in tokenize.generate_tokens(io.StringIO(source).readline)
+        if token.type == tokenize.COMMENT
+    }
     found = {}
     definition = next(node for node in ast.parse(source).body if isinstance(node, ast.ClassDef))
     for node in definition.body:
         if not isinstance(node, ast.AnnAssign) or not isinstance(node.target, ast.Name):
             continue
         last = node.end_lineno or node.lineno
-        texts = [comments[line][1] for line in range(node.lineno, last + 1) if line in comments]
-        if texts:
-            while alone(last + 1) and comments[last + 1][0] > node.col_offset:  # continued below, in its column
-                last += 1
-                texts.append(comments[last][1])
-        else:
+        texts = [comments[line] for line in range(node.lineno, last + 1) if line in comments]
+        if not texts:
             first = node.lineno
-            while alone(first - 1) and comments[first - 1][0] == node.col_offset:
+            while lines[first - 2].lstrip().startswith("#"):
                 first -= 1
-                texts.insert(0, comments[first][1])
+            texts = [comments[line] for line in range(first, node.lineno)]
         found[node.target.id] = " ".join(texts)
     return found

@@ -133,7 +133,9 @@ def document(cls_by_script: dict[str, type]) -> str:
         rows = ["| Key | Type | Default | Meaning | Read by |", "|---|---|---|---|---|"]
         for option in options:
             default = f"`{option.default}`" if option.default not in ("", "required") else option.default
-            cells = [f"`{option.key}`", f"`{option.type}`", default, option.meaning, ", ".join(scripts_of[option])]
+            readers = scripts_of[option]
+            told = "all" if len(readers) == len(cls_by_script) else ", ".join(readers)
+            cells = [f"`{option.key}`", f"`{option.type}`", default, option.meaning, told]
             rows.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
         parts += [f"## {name or 'Top level'}", "\n".join(rows)]
     return "\n\n".join(parts) + "\n"

@@ -228,7 +228,8 @@ def allowed(kind: Any) -> str:
 
 
 def _refuse(value: Any, kind: Any, where: str) -> NoReturn:
-    kinds, hint = (kind, *typing.get_args(kind)), ""
+    is_union = typing.get_origin(kind) in (typing.Union, types.UnionType)
+    kinds, hint = typing.get_args(kind) if is_union else (kind,), ""
     if isinstance(value, str):
         literals = [a for k in kinds if typing.get_origin(k) is typing.Literal for a in typing.get_args(k)]
         hint = did_you_mean(value, map(str, literals))

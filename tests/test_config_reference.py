@@ -32,8 +32,9 @@ class Services:
 @dataclass(kw_only=True)
 class Training:
     steps: int | None = None  # optimizer steps; null: one pass
-    dtype: Literal["bfloat16", "float32"] = "bfloat16"  # of the compute,
-    #                                                     not of the weights
+    # of the compute,
+    # not of the weights
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
 
 
 @dataclass(kw_only=True)
@@ -86,7 +87,7 @@ def test_the_reference_shows_a_shared_key_once_and_says_who_reads_it():
         extra: str = "a|b"  # only here
 
     lines = config.document({"a.py": Tree, "b.py": Small}).splitlines()
-    assert "| `model` | `str` | required | hub id or folder | a.py, b.py |" in lines
+    assert "| `model` | `str` | required | hub id or folder | all |" in lines
     assert "| `extra` | `str` | `a\\|b` | only here | b.py |" in lines
     assert "| `seed` | `int` | `0` | of the run | a.py |" in lines
     assert "## services" in lines and "| `training` |" not in "".join(lines)
@@ -150,7 +151,7 @@ MISTAKES = {
     "training.batch_size=-1": "training.batch_size=-1: must be at least 1",
     "training.learning_rate=-1e-6": "training.learning_rate=-1e-06: must be 0 or more",
     "training.dtype=bf16": 'training.dtype should be bfloat16 or float32, got "bf16". Did you mean bfloat16?',
-    "device=gpu": 'device should be one of auto, cpu, cuda, got "gpu".',
+    "device=gpu": 'device should be one of auto, cpu, cuda, got "gpu". Did you mean cpu?',
     "grpo.n_samples=0": "grpo.n_samples=0: must be at least 1",
     "grpo.stop=END": 'grpo.stop should be a list, such as [a, b], got "END".',
     "services.trainer.procs=0": "services.trainer.procs=0: must be at least 1",
@@ -159,7 +160,8 @@ MISTAKES = {
     "dataset={split: train}": "missing: dataset.path (",
     "training.lerning_rate=1": "unknown key training.lerning_rate. Did you mean learning_rate? Keys of training: ",
     "n_samples=8": "unknown key n_samples. Did you mean grpo.n_samples? Top-level keys: model, dataset, ",
-    "loss={fn: losses.grpo.GRPOLoss}": "grpo.clip_low=0.1 and loss",
+    "loss={fn: losses.grpo.GRPOLoss}": "grpo.clip_low=0.1 and loss.fn=losses.grpo.GRPOLoss are both set: remove "
+    "grpo.clip_low and give losses.grpo.GRPOLoss its options under loss",
 }
 
 

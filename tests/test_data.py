@@ -10,6 +10,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
+from batch import Prompt
 from data import DatasetConfig, PromptStream, encode_completion, encode_prompt, final_answer
 
 GSM8K_SHAPED = Path(__file__).parent / "data" / "gsm8k_shaped.jsonl"
@@ -17,7 +18,7 @@ PLAIN_TEMPLATE = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfo
 SMOL_TEMPLATE = "{% for m in messages %}<s>{{ m.role }} {{ m.content }}</s>{% endfor %}<s>assistant "
 
 
-def make_tokenizer(template: str | None = None, adds_bos: bool = False, adds_eos: bool = False, **special: str):
+def make_tokenizer(template: str | None = None, adds_bos: bool = False, adds_eos: bool = False, **special: str | None):
     """One token a character; ids 0, 1 and 2 are <unk>, <s> and </s>."""
     vocab = {"<unk>": 0, "<s>": 1, "</s>": 2}
     for code in [10, *range(32, 127)]:
@@ -26,7 +27,7 @@ def make_tokenizer(template: str | None = None, adds_bos: bool = False, adds_eos
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     frame = f"{'<s> ' if adds_bos else ''}$A{' </s>' if adds_eos else ''}"
     tokenizer.post_processor = processors.TemplateProcessing(single=frame, special_tokens=[("<s>", 1), ("</s>", 2)])
-    special = {"bos_token": "<s>", "eos_token": "</s>"} | special
+    special = {"bos_token": "<s>", "eos_token": "</s>", **special}
     made = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", **special)
     made.chat_template = template
     return made
@@ -44,11 +45,15 @@ def numbered(path: Path, size: int) -> str:
     return write(path, [{"question": f"q{i}", "answer": i} for i in range(size)])
 
 
-def stream(
-    path: str, *, seed: int = 1, max_prompt_tokens: int = 1000, position: int = 0, epochs: int | None = None, **cfg
-):
-    options = {"seed": seed, "max_prompt_tokens": max_prompt_tokens, "position": position, "epochs": epochs}
-    return PromptStream(DatasetConfig(path=path, **cfg), TOKENIZER, **options)
+def stream(path: str, *, seed=1, max_prompt_tokens=1000, position=0, epochs: int | None = None, **cfg) -> PromptStream:
+    return PromptStream(
+        DatasetConfig(path=path, **cfg),
+        TOKENIZER,
+        seed=seed,
+        max_prompt_tokens=max_prompt_tokens,
+        position=position,
+        epochs=epochs,
+    )
 
 
 def texts(prompts) -> list[str]:
@@ -83,7 +88,8 @@ def test_a_stream_resumed_at_any_position_goes_on_exactly(tmp_path, streaming, e
         "epochs": epochs,
     }
     straight = stream(**options)
-    reference, state_after = [], {}
+    reference: list[Prompt] = []
+    state_after = {}
     while len(reference) < 15 and (taken := straight.take(1)):
         reference += taken
         state_after[taken[0].index] = (straight.position, straight.epoch)
@@ -262,7 +268,7 @@ def test_the_gsm8k_shaped_file_gives_whole_numbers_that_follow_from_its_own_sums
         terms, result = last_sum.split("=")
         assert prompt.target == result == final_answer(prompt.row["answer"])
         number, *factors = terms.replace("*", " * ").replace("/", " / ").replace("+", " + ").replace("-", " - ").split()
-        value = int(number)
+        value = float(number)
         for operator, factor in zip(factors[::2], map(int, factors[1::2]), strict=True):
             value = {"+": value + factor, "-": value - factor, "*": value * factor, "/": value / factor}[operator]
         assert math.isclose(value, int(result)), prompt.row

@@ -1,0 +1,92 @@
+"""Supervised fine-tuning in one torchrun world.
+
+    torchrun --nproc-per-node=2 train_sft.py configs/demo_sft.yaml [key=value ...]
+
+The model, packing, trainer, checkpoints and metrics of train_grpo.py; the episodes come from a dataset instead of an engine, and
+the loss is the mean negative log-likelihood of the completion's tokens over the whole step.
+"""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import checkpoint
+import config
+from batch import supervised
+from checkpoint import CheckpointConfig
+from data import DatasetConfig, PromptStream, encode_completion
+from log import Log
+from losses import NLLLoss
+from metrics import Clock, MetricsConfig
+from model import Model, ModelSource
+from parallel.launch import launch
+from parallel.placement import ParallelismConfig, Placement
+from startup import arguments, device_type, make_plan, open_run
+from trainer import Trainer, TrainingConfig
+
+
+@dataclass(kw_only=True)
+class Config:
+    model: str  # hub id, hf://org/name[@revision], or a folder
+    dataset: DatasetConfig  # its target is the completion, kept whole
+    training: TrainingConfig = field(default_factory=TrainingConfig)
+    parallelism: ParallelismConfig = field(default_factory=ParallelismConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    metrics: MetricsConfig = field(default_factory=MetricsConfig)
+    device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: cuda where there is one
+    seed: int = 0  # of the data's order
+    output: Path | None = None  # folder of the run; null: runs/<name of the config file>
+    resume: str = "auto"  # auto: from the newest whole checkpoint in output; never; or a checkpoint's folder
+
+    def check(self) -> None:
+        for key in ("updates_per_rollout", "sync_interval"):
+            if vars(self.training)[key] != 1:
+                raise ValueError(f"training.{key}={vars(self.training)[key]}: there is no rollout in supervised fine-tuning; remove the key")
+
+
+def main() -> None:
+    cfg = config.load(Config, arguments())
+    plan = make_plan(None, cfg.parallelism, colocate=True, wants_reference=False)
+    if plan is not None:  # None: --plan has printed it
+        place = Placement.build(plan, device_type(cfg.device))
+        train(cfg, place, open_run(cfg, place))
+
+
+def train(cfg: Config, place: Placement, output: Path) -> None:
+    training, clock = cfg.training, Clock()
+    source = ModelSource(*config.model_source(cfg.model))
+    tokenizer = source.tokenizer()
+    saved = checkpoint.find(cfg.resume, output, place)
+    passes = 1 if training.steps is None else None
+    rows = PromptStream(
+        cfg.dataset, tokenizer, seed=cfg.seed, max_prompt_tokens=training.seq_len - 1, position=saved.position, epochs=passes, target=str.strip
+    )
+    policy = Model(source, place.trainer, trainable=True, dtype=training.dtype, temperature=1.0, max_tokens=training.row_tokens)
+    trainer = Trainer(policy, training, NLLLoss(), pad_token_id=tokenizer.pad_token_id)
+    checkpoint.restore(saved, trainer, place)
+
+    total = training.steps if training.steps is not None else rows.steps_in_all(training.prompts_per_update)
+    log = Log(cfg.metrics, output, place.is_root, total)
+    log.resume_at(saved.step + 1 if saved.step else 0)
+    step = saved.step  # steps done
+    while total is None or step < total:
+        taken = rows.take(training.prompts_per_update)
+        episodes = [supervised(p.token_ids, encode_completion(tokenizer, p.target), training.seq_len) for p in taken]
+        if not episodes:
+            break  # the pass over the data has ended
+        with clock.phase("train"):
+            stats = trainer.train(episodes, step)
+        step += 1
+        if checkpoint.is_due(step, cfg.checkpoint, 1) and step != total:
+            with clock.phase("ckpt"):
+                checkpoint.save(output, step, trainer, place, cfg.checkpoint, position=rows.position, ahead=[])
+        log.step(step, stats | {"data/epoch": rows.epoch, "data/tokens": stats.get("loss/tokens", 0)} | clock.reduce(place.objects))
+    if step > saved.step:
+        checkpoint.save(output, step, trainer, place, cfg.checkpoint, position=rows.position, ahead=[])
+    if cfg.checkpoint.export_hf:
+        policy.export(output / "hf")
+    log.close()
+
+
+if __name__ == "__main__":
+    launch(main)
