@@ -151,7 +151,7 @@ class Model:
             tensor = shard.detach().to(self.dtype)
             tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
             if first:
-                weights[name] = tensor.cpu().contiguous()
+                weights[name] = tensor.cpu().clone()  # a gathered tensor is a view of padded storage, which cannot be saved
         if first:
             folder.mkdir(parents=True, exist_ok=True)
             config = self.local.lm.config

@@ -12,8 +12,7 @@
 #   PYTHON=/path/python  use this interpreter; nothing is set up
 #   DRY_RUN=1            print what would be started, start nothing
 #
-# In a SLURM job the SCRIPT line starts one torchrun on each node:
-#   sbatch --nodes=2 --gpus-per-node=8 run.sh train_grpo.py configs/qwen.yaml
+# In a SLURM job the SCRIPT line starts a torchrun on each node: sbatch --nodes=2 --gpus-per-node=8 run.sh SCRIPT.py ...
 # Paths are relative to this file's folder.
 set -euo pipefail
 
@@ -48,14 +47,12 @@ need_libnuma() {
   .venv/bin/python -c 'import ctypes; ctypes.CDLL("libnuma.so.1")' 2>/dev/null && return
   ((EUID == 0)) || die "vLLM needs libnuma.so.1; on Debian or Ubuntu: apt-get install libnuma1"
   say "vLLM needs libnuma.so.1: installing the package libnuma1"
-  { apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq libnuma1; } >&2 ||
-    die "cannot install libnuma1"
+  { apt-get update -qq && apt-get install -y -qq libnuma1; } >&2 || die "apt-get cannot install libnuma1"
 }
-
 pip_install() {
-  local quiet=yes
+  local quiet=-q
   if [[ -t 1 && -t 2 ]]; then quiet=""; fi # a person sees progress, a log what went wrong
-  .venv/bin/python -m pip install ${quiet:+-q} --disable-pip-version-check "$@" >&2
+  .venv/bin/python -m pip install ${quiet:+"$quiet"} --disable-pip-version-check "$@" >&2
 }
 
 # torch's CPU build is not on PyPI. It alone comes from PyTorch's index: a second index for all costs seconds a package.
@@ -113,7 +110,6 @@ expand_hosts() {
     expand_item "${BASH_REMATCH[1]}"
   done
 }
-
 expand_item() {
   if ! [[ $1 =~ ^([^[]*)\[([^]]+)\](.*)$ ]]; then echo "$1"; return; fi
   local before=${BASH_REMATCH[1]} after=${BASH_REMATCH[3]} range first number
@@ -129,7 +125,6 @@ hosts() { scontrol show hostnames "$1" 2>/dev/null || expand_hosts "$1"; }
 
 # ---- running
 start() { if [[ -n ${DRY_RUN:-} ]]; then printf '%q ' "$@"; echo; else exec "$@"; fi; }
-
 torchrun() {
   local threads=() ranks=${nproc:-$((gpus > 0 ? gpus : 2))}
   # One thread a rank: ranks do not fight for a CPU's cores, and sums do not depend on how many there are.
@@ -137,8 +132,7 @@ torchrun() {
   start "${threads[@]}" "$python" -m torch.distributed.run "$@" --nproc-per-node="$ranks" "${script[@]}"
 }
 
-# torchrun_on_node NODES NODE STEP. Node numbers and address are SLURM's, not an election's: ranks follow the host list,
-# whatever names resolve to.
+# Node numbers and address are SLURM's, not an election's: ranks follow the host list, whatever names resolve to.
 torchrun_on_node() {
   local nodes=$1 node=$2 step=$3 first
   if ((nodes == 1)); then torchrun --standalone; return; fi
@@ -149,8 +143,7 @@ torchrun_on_node() {
 
 launch() {
   local nodes=${SLURM_JOB_NUM_NODES:-1} tasks=${SLURM_STEP_NUM_TASKS:-1}
-  if [[ -z ${SLURM_JOB_ID:-} ]]; then
-    torchrun --standalone
+  if [[ -z ${SLURM_JOB_ID:-} ]]; then torchrun --standalone
   # srun counts its steps from 0; the step numbers near 2^32 are those of batch scripts and interactive shells.
   elif ((${SLURM_STEP_ID:-4294967291} < 4294967280)); then
     nodes=${SLURM_STEP_NUM_NODES:-1}
@@ -161,7 +154,7 @@ launch() {
     # One task a node, with all that the job has there: what sbatch was told per task was meant for ranks.
     unset SLURM_CPUS_PER_TASK SRUN_CPUS_PER_TASK SLURM_TRES_PER_TASK SLURM_NTASKS_PER_NODE
     start srun --nodes="$nodes" --ntasks="$nodes" --ntasks-per-node=1 --cpu-bind=none --kill-on-bad-exit=1 \
-      "$root/run.sh" ${nproc:+"--nproc=$nproc"} "${script[@]}"
+      bash "$root/run.sh" ${nproc:+"--nproc=$nproc"} "${script[@]}"
     torchrun_on_node "$nodes" "\$SLURM_NODEID" 0 # reached in a dry run only: what srun's run.sh starts on each node
   fi
 }
@@ -177,11 +170,10 @@ run_script() {
   done
   [[ ${nproc:-1} =~ ^[1-9][0-9]*$ ]] || die "--nproc takes a number of ranks, not '$nproc'"
   case ${script[0]:-} in
-    *.py) [[ -f ${script[0]} ]] || die "there is no ${script[0]} in $root" ;;
+    *.py) [[ -f ${script[0]} ]] || die "there is no ${script[0]} in $root"; set_up ;;
     *.yaml) die "name the script first: ./run.sh train_grpo.py ${script[0]}" ;;
     *) die "there is no command '${script[0]:-}'; ./run.sh --help lists them" ;;
   esac
-  set_up
   # These answer from the configuration alone.
   if [[ " ${script[*]} " =~ " "(-h|--help|--plan)" " ]]; then start "$python" "${script[@]}"; else launch; fi
 }
@@ -190,9 +182,11 @@ root=$(dirname "$(readlink -f "$0")")
 # sbatch runs a copy of this file from its spool folder: then the project is where the job was submitted.
 if ! [[ -f $root/requirements-cpu.txt ]]; then root=${SLURM_SUBMIT_DIR:-$root}; fi
 [[ -f $root/requirements-cpu.txt ]] || die "the project is not in $root; call sbatch in the project's folder"
-if [[ -n ${PYTHON:-} ]]; then PYTHON=$(realpath -s "$(command -v "$PYTHON")") || die "PYTHON is not a program"; fi
+python=$root/.venv/bin/python
+if [[ -n ${PYTHON:-} ]]; then python=$(type -P "$PYTHON") || die "PYTHON=$PYTHON is not a program"; fi
+python=$(realpath -s "$python")
 cd "$root"
-python=${PYTHON:-$root/.venv/bin/python} gpus=$(count_gpus) nproc="" asked_stack="" script=()
+gpus=$(count_gpus) nproc="" asked_stack="" script=()
 # On a CPU torch.compile needs a C++ compiler. Without one it stays off, in vLLM too, which compiles small functions.
 ((gpus > 0)) || command -v "${CXX:-g++}" >/dev/null || export TORCH_COMPILE_DISABLE="${TORCH_COMPILE_DISABLE:-1}"
 
@@ -201,9 +195,9 @@ case ${1:-demo} in
   setup) asked_stack=${2:-}; set_up ;;
   demo) set_up; start "$python" demo.py "${@:2}" ;;
   test)
-    selection="not slow and not gpu"
-    if [[ ${2:-} == --all ]]; then selection="not gpu"; shift; fi
-    set_up dev; start "$python" -m pytest -m "$selection" "${@:2}" ;;
+    set_up dev
+    if [[ ${2:-} == --all ]]; then start "$python" -m pytest -m "not gpu" "${@:3}"; fi
+    start "$python" -m pytest -m "not slow and not gpu" "${@:2}" ;;
   lint) set_up dev; "$python" -m ruff check .; start "$python" -m mypy . ;;
   hosts) hosts "${2:-}" ;;
   *) run_script "$@" ;;

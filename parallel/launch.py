@@ -19,6 +19,7 @@ def launch(main: Callable[[], None]) -> None:
     """
     try:
         main()
+        finish()
     except KeyboardInterrupt:
         _leave(130)
     except BaseException as error:  # noqa: BLE001 - the last frame of the program: everything ends here, loudly
@@ -33,7 +34,6 @@ def launch(main: Callable[[], None]) -> None:
         elif dist.is_initialized():
             print(f"rank {rank} stops because another rank failed ({type(error).__name__})", file=sys.stderr, flush=True)
         _leave(1)
-    finish()
 
 
 def finish() -> None:
