@@ -30,7 +30,15 @@ class Segments:
 
 
 def packed_attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: None, *, segments: Segments, scaling: float | None = None, **_: Any
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: None,
+    *,
+    segments: Segments,
+    scaling: float | None = None,
+    **_: Any,
 ) -> tuple[Tensor, None]:
     """Causal attention inside each segment. query [1, Hq, N, D]; key, value [1, Hkv, N, D] -> [1, N, Hq, D].
 
@@ -39,14 +47,24 @@ def packed_attention(
     q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))  # [N, H, D]
     if q.device.type != "cpu":
         out = varlen_attn(
-            q, k, v, segments.cu_seqlens, segments.cu_seqlens, segments.max_seqlen, segments.max_seqlen,
-            scale=scaling, window_size=(-1, 0), enable_gqa=True,
+            q,
+            k,
+            v,
+            segments.cu_seqlens,
+            segments.cu_seqlens,
+            segments.max_seqlen,
+            segments.max_seqlen,
+            scale=scaling,
+            window_size=(-1, 0),
+            enable_gqa=True,
         )
-        return out[None], None
+        assert isinstance(out, Tensor)
+        return out.unsqueeze(0), None
     parts = []
     for at in segments.by_length:
         qs, ks, vs = (t[at].transpose(1, 2) for t in (q, k, v))  # [n, H, L, D]
-        parts.append(F.scaled_dot_product_attention(qs, ks, vs, is_causal=True, scale=scaling, enable_gqa=True).transpose(1, 2).flatten(0, 1))
+        out = F.scaled_dot_product_attention(qs, ks, vs, is_causal=True, scale=scaling, enable_gqa=True)
+        parts.append(out.transpose(1, 2).flatten(0, 1))
     order = torch.cat([at.flatten() for at in segments.by_length])
     return torch.empty_like(q).index_copy(0, order, torch.cat(parts))[None], None
 

@@ -126,7 +126,8 @@ def to_batch(episodes: list[Episode], device: torch.device) -> Batch:
     starts = np.concatenate([[0], np.cumsum(lengths)])
     responses = [e.num_response_tokens for e in episodes]
     width = max(responses)
-    rows = np.concatenate([np.arange(s + e.num_prompt_tokens - 1, s + len(e.token_ids) - 1) for s, e in zip(starts, episodes)])
+    ends = zip(starts[:-1], starts[1:], episodes, strict=True)
+    rows = np.concatenate([np.arange(start + e.num_prompt_tokens - 1, end - 1) for start, end, e in ends])
     token_ids = np.concatenate([e.token_ids for e in episodes])
 
     def tensor(values: np.ndarray, dtype: torch.dtype = torch.int64) -> Tensor:

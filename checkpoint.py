@@ -9,6 +9,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from batch import Group
+from metrics import Clock
 from parallel.exchange import from_each, from_root
 from parallel.placement import Placement
 from parallel.sub_world import random_state, set_random_state
@@ -47,16 +48,29 @@ class Saved:
     step: int = 0  # steps done
     updates: int = 0  # optimizer steps done
     position: int = 0  # of the data
-    ahead: list[list[Group]] = field(default_factory=list)  # rollouts sampled and not yet trained on
+    waiting: list[list[Group]] = field(default_factory=list)  # rollouts sampled and not yet trained on
     random: list[tuple] = field(default_factory=list)  # state of each rank's random number generators
     folder: Path | None = None  # of weights and moments
 
 
 def save(
-    output: Path, step: int, trainer: Trainer, place: Placement, cfg: CheckpointConfig, *, position: int, ahead: list[list[Group]]
+    output: Path,
+    step: int,
+    trainer: Trainer,
+    place: Placement,
+    cfg: CheckpointConfig,
+    clock: Clock,
+    *,
+    position: int,
+    waiting: list[list[Group]],
 ) -> None:
     """Write `output/checkpoints/step_N`, with the mark last, then remove the oldest. Collective over the world."""
-    folder = output / "checkpoints" / f"step_{step}"
+    with clock.phase("ckpt"):
+        _save(output, trainer, place, cfg, Saved(step, trainer.updates, position, waiting))
+
+
+def _save(output: Path, trainer: Trainer, place: Placement, cfg: CheckpointConfig, saved: Saved) -> None:
+    folder = output / "checkpoints" / f"step_{saved.step}"
     if place.is_root:
         shutil.rmtree(folder, ignore_errors=True)  # left by a save that was interrupted
         folder.mkdir(parents=True)
@@ -65,8 +79,7 @@ def save(
         dcp.save(trainer.state(), checkpoint_id=folder, process_group=place.trainer_group)
     random = from_each(random_state(), place)
     if place.is_root:
-        saved = Saved(step, trainer.updates, position, ahead, random)
-        (folder / "run.pkl").write_bytes(pickle.dumps(saved))
+        (folder / "run.pkl").write_bytes(pickle.dumps(replace(saved, random=random)))
         (folder / MARK).touch()
         if cfg.keep:
             for old in whole(output)[: -cfg.keep]:
@@ -91,7 +104,10 @@ def find(resume: str, output: Path, place: Placement) -> Saved:
     elif resume != "never":
         folder = Path(resume)
         if not (folder / MARK).exists():
-            raise ValueError(f"resume={resume}: no whole checkpoint (a folder <output>/checkpoints/step_N with a file {MARK}); or set auto or never")
+            raise ValueError(
+                f"resume={resume} is not a whole checkpoint, a folder <output>/checkpoints/step_N with a file {MARK}; "
+                f"name one, or set resume: auto or never"
+            )
     folder = from_root(folder, place)
     if folder is None:
         return Saved()

@@ -1,7 +1,6 @@
 """Where a run's numbers go: one line a step on the console, one object a step in metrics.jsonl, TensorBoard, sample tables."""
 
 import html
-import itertools
 import json
 import math
 import os
@@ -9,7 +8,6 @@ import re
 import statistics
 import warnings
 from collections import deque
-from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 

@@ -1,5 +1,6 @@
 """A Hugging Face causal LM spread over a sub-mesh: packed batch -> log-probabilities of response tokens."""
 
+import functools
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,10 @@ class ModelSource:
         if tokenizer.pad_token_id is None:
             tokenizer.pad_token = tokenizer.eos_token
         return tokenizer
+
+    @functools.cached_property
+    def pad_token_id(self) -> int:
+        return self.tokenizer().pad_token_id
 
 
 class ResponseLogprobs(nn.Module):

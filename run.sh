@@ -41,7 +41,6 @@ make_venv() {
     die "$base lacks the modules venv and ensurepip; $on_debian python$version-venv"
   "$base" -m venv --clear .venv >&2 || die "'$base -m venv .venv' failed; $on_debian python$version-venv"
 }
-
 # vLLM's CPU build loads libnuma, which a small container lacks; without it vLLM fails later, with an unrelated message.
 need_libnuma() {
   .venv/bin/python -c 'import ctypes; ctypes.CDLL("libnuma.so.1")' 2>/dev/null && return
@@ -54,7 +53,6 @@ pip_install() {
   if [[ -t 1 && -t 2 ]]; then quiet=""; fi # a person sees progress, a log what went wrong
   .venv/bin/python -m pip install ${quiet:+"$quiet"} --disable-pip-version-check "$@" >&2
 }
-
 # torch's CPU build is not on PyPI. It alone comes from PyTorch's index: a second index for all costs seconds a package.
 install_cpu_torch() {
   local torch output
@@ -63,7 +61,6 @@ install_cpu_torch() {
   [[ $output == *"No matching distribution found"* ]] || die "pip could not install $torch:"$'\n'"$output"
   pip_install --no-deps --index-url https://download.pytorch.org/whl/cpu "$torch" || die "pip could not install $torch"
 }
-
 # A finished install leaves a stamp; an interrupted one leaves none, and pip takes it up again.
 stamp_of() { { cat "$1"; .venv/bin/python --version; } 2>&1 | sha256sum; }
 is_installed() { [[ -f .venv/stamp-$1 && $(<".venv/stamp-$1") == "$(stamp_of "requirements-$1.txt")" ]]; }
@@ -131,7 +128,6 @@ torchrun() {
   if ((gpus == 0)); then threads=(env "OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}"); fi
   start "${threads[@]}" "$python" -m torch.distributed.run "$@" --nproc-per-node="$ranks" "${script[@]}"
 }
-
 # Node numbers and address are SLURM's, not an election's: ranks follow the host list, whatever names resolve to.
 torchrun_on_node() {
   local nodes=$1 node=$2 step=$3 first
@@ -168,7 +164,7 @@ run_script() {
     esac
     shift
   done
-  [[ ${nproc:-1} =~ ^[1-9][0-9]*$ ]] || die "--nproc takes a number of ranks, not '$nproc'"
+  [[ $nproc =~ ^([1-9][0-9]*)?$ ]] || die "--nproc takes a number of ranks, not '$nproc'"
   case ${script[0]:-} in
     *.py) [[ -f ${script[0]} ]] || die "there is no ${script[0]} in $root"; set_up ;;
     *.yaml) die "name the script first: ./run.sh train_grpo.py ${script[0]}" ;;
@@ -194,10 +190,9 @@ case ${1:-demo} in
   -h | --help) sed -n '2,/^set /s/^# \{0,1\}//p' "$root/run.sh" ;;
   setup) asked_stack=${2:-}; set_up ;;
   demo) set_up; start "$python" demo.py "${@:2}" ;;
-  test)
-    set_up dev
-    if [[ ${2:-} == --all ]]; then start "$python" -m pytest -m "not gpu" "${@:3}"; fi
-    start "$python" -m pytest -m "not slow and not gpu" "${@:2}" ;;
+  test) set_up dev
+    if [[ ${2:-} == --all ]]; then selected="not gpu"; shift; else selected="not slow and not gpu"; fi
+    start "$python" -m pytest -m "$selected" "${@:2}" ;;
   lint) set_up dev; "$python" -m ruff check .; start "$python" -m mypy . ;;
   hosts) hosts "${2:-}" ;;
   *) run_script "$@" ;;

@@ -11,6 +11,7 @@ import torch
 
 import config
 from config import Call
+from data import DatasetConfig
 from losses import GRPOLoss
 from losses.contract import forward_arguments, requires_reference
 from parallel.placement import ParallelismConfig, Placement, Plan, ServicesConfig
@@ -30,7 +31,7 @@ class GRPOConfig:
     beta: float | None = None  # GRPOLoss: weight of KL(policy || reference); null: 0, no reference needed
     advantage: Call = field(default_factory=lambda: Call("losses.advantages.group_zscore"))  # rewards of a group -> advantages
     max_policy_age: int = 0  # versions between sampling and training; 1 or more samples ahead, while other ranks train
-    old_logprobs: Literal["auto", "trainer", "sampler"] = "auto"  # the ratio's denominator; auto: trainer when rollouts are fresh and updated on once
+    old_logprobs: Literal["auto", "trainer", "sampler"] = "auto"  # the ratio's denominator; auto: trainer for fresh data used once
     mask_truncated: bool = False  # true: answers cut off by the length limit do not count in the loss
     seeded_sampling: Literal["auto", "always", "never"] = "auto"  # a seed per sample, so that ranks do not matter; auto: on a CPU
 
@@ -38,7 +39,9 @@ class GRPOConfig:
         if self.n_samples < 1:
             raise ValueError(f"n_samples={self.n_samples}: must be at least 1")
         if self.temperature <= 0:
-            raise ValueError(f"temperature={self.temperature}: must be above 0; greedy samples are all the same (eval.temperature may be 0)")
+            raise ValueError(
+                f"temperature={self.temperature}: must be above 0; greedy samples are all the same (eval.temperature may be 0)"
+            )
         if self.max_new_tokens is not None and self.max_new_tokens < 1:
             raise ValueError(f"max_new_tokens={self.max_new_tokens}: must be at least 1, or null")
         if self.max_policy_age < 0:
@@ -48,6 +51,10 @@ class GRPOConfig:
         """The run's seed where each sample gets one of its own, else None: on CUDA that costs 8 to 21 % of a decode step."""
         seeded = self.seeded_sampling == "always" or (self.seeded_sampling == "auto" and device.type == "cpu")
         return seed if seeded else None
+
+    def rescores(self, training: TrainingConfig) -> bool:
+        """Does the policy score a rollout before its first update? With one update its log-probs are those of the update's own pass."""
+        return training.updates_per_rollout > 1 and not self.off_policy(training)
 
     def off_policy(self, training: TrainingConfig) -> bool:
         """Is the sampler's log-prob the ratio's denominator?"""
@@ -60,7 +67,9 @@ def check_one_home(loss: Call | None, grpo: GRPOConfig) -> None:
     """Options of the loss have one home: `loss`, or grpo.clip_low, grpo.clip_high and grpo.beta."""
     for key in DEFAULT_CLIP:
         if loss is not None and (value := vars(grpo)[key]) is not None:
-            raise ValueError(f"grpo.{key}={value} and loss.fn={loss.fn} are both set: remove grpo.{key} and give {loss.fn} its options under loss")
+            raise ValueError(
+                f"grpo.{key}={value} and loss.fn={loss.fn} are both set: remove grpo.{key} and give {loss.fn} its options under loss"
+            )
 
 
 def resolve_loss(loss: Call | None, grpo: GRPOConfig) -> Any:
@@ -80,10 +89,18 @@ def resolve_advantage(grpo: GRPOConfig) -> Any:
     return advantage
 
 
+def required_dataset(dataset: DatasetConfig | None) -> DatasetConfig:
+    if dataset is None:
+        raise ValueError("missing: dataset.path, what to train on: a file, a folder of files, or a dataset's name on the Hugging Face Hub")
+    return dataset
+
+
 def device_type(device: str) -> str:
     """cuda or cpu. ValueError when a GPU is demanded and none is seen."""
     if device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("device=cuda, but torch sees no GPU: set device: auto or cpu, or check the driver (nvidia-smi) and torch's CUDA build")
+        raise ValueError(
+            "device=cuda, but torch sees no GPU: set device: auto or cpu, or check the driver (nvidia-smi) and torch's CUDA build"
+        )
     return "cuda" if device != "cpu" and torch.cuda.is_available() else "cpu"
 
 

@@ -6,15 +6,15 @@ Every rank runs this file from top to bottom. The policy, the reference and the 
 (parallel/placement.py). Outside its mesh a handle does nothing and its share of any work is [], so the loop has no roles in it.
 """
 
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import checkpoint
 import config
-from batch import Group, attach, to_episodes
+from batch import attach, to_episodes
 from checkpoint import CheckpointConfig
 from config import Call
 from data import DatasetConfig, PromptStream
@@ -23,19 +23,30 @@ from metrics import Clock, MetricsConfig, group_metrics, throughput
 from model import Model, ModelSource
 from parallel.exchange import everyone
 from parallel.launch import launch
-from parallel.placement import ParallelismConfig, Placement, ServicesConfig, share
+from parallel.placement import ParallelismConfig, Placement, ServicesConfig
 from parallel.weights import stream_weights
-from rollout.evaluate import EvalConfig, evaluate, load_prompts, score_share
+from rollout.ahead import Rollouts
+from rollout.evaluate import EvalConfig, HeldOut
 from rollout.generator import Generator, GeneratorConfig, Sampling
 from rollout.rewards import Scorer
-from startup import GRPOConfig, arguments, check_one_home, device_type, open_run, plan_grpo, resolve_advantage, resolve_loss
+from startup import (
+    GRPOConfig,
+    arguments,
+    check_one_home,
+    device_type,
+    open_run,
+    plan_grpo,
+    required_dataset,
+    resolve_advantage,
+    resolve_loss,
+)
 from trainer import Trainer, TrainingConfig
 
 
 @dataclass(kw_only=True)
 class Config:
     model: str  # hub id, hf://org/name[@revision], or a folder
-    dataset: DatasetConfig
+    dataset: DatasetConfig | None = None  # prompts to train on; null: enough for --plan
     training: TrainingConfig = field(default_factory=TrainingConfig)
     grpo: GRPOConfig = field(default_factory=GRPOConfig)
     loss: Call | None = None  # a loss class with its options, in place of grpo.clip_low, grpo.clip_high and grpo.beta
@@ -58,44 +69,42 @@ class Config:
 
 def main() -> None:
     cfg = config.load(Config, arguments())
-    loss, advantage, scorer = resolve_loss(cfg.loss, cfg.grpo), resolve_advantage(cfg.grpo), Scorer(cfg.rewards)
+    loss, advantage = resolve_loss(cfg.loss, cfg.grpo), resolve_advantage(cfg.grpo)
     plan = plan_grpo(loss, cfg.services, cfg.parallelism, colocate=cfg.colocate)
-    if plan is not None:  # None: --plan has printed it
+    if plan is not None:  # None: --plan has printed it, which needs neither data nor rewards
+        dataset, scorer = required_dataset(cfg.dataset), Scorer(cfg.rewards)
         place = Placement.build(plan, device_type(cfg.device))
-        train(cfg, place, open_run(cfg, place), loss, advantage, scorer)
+        train(cfg, place, open_run(cfg, place), dataset, loss, advantage, scorer)
 
 
-def train(cfg: Config, place: Placement, output: Path, loss: Any, advantage: Callable, scorer: Scorer) -> None:
+def handles(cfg: Config, place: Placement, source: ModelSource, loss: Any) -> tuple[Model, Model | None, Trainer, Generator]:
+    """Policy and reference compute log-probs at the sampling temperature; off-policy data carries truncated importance weights."""
+    training = cfg.training
+    spread = partial(Model, source, dtype=training.dtype, temperature=cfg.grpo.temperature, max_tokens=training.row_tokens)
+    policy = spread(place.trainer, trainable=True)
+    reference = spread(place.reference, trainable=False) if place.reference else None
+    trainer = Trainer(policy, training, loss, importance_cap=2.0 if cfg.grpo.off_policy(training) else None)
+    generator = Generator(source, cfg.generator, place, dtype=training.dtype, seq_len=training.seq_len, seed=cfg.seed)
+    return policy, reference, trainer, generator
+
+
+def train(cfg: Config, place: Placement, output: Path, dataset: DatasetConfig, loss: Any, advantage: Callable, scorer: Scorer) -> None:
     training, grpo, clock = cfg.training, cfg.grpo, Clock()
     source = ModelSource(*config.model_source(cfg.model))
-    tokenizer, longest = source.tokenizer(), training.seq_len - 1  # of a prompt: a response token must fit
     saved = checkpoint.find(cfg.resume, output, place)
-    passes = 1 if training.steps is None else None
-    prompts = PromptStream(cfg.dataset, tokenizer, seed=cfg.seed, max_prompt_tokens=longest, position=saved.position, epochs=passes)
-    held_out = load_prompts(cfg.eval, tokenizer, longest)
-
-    # The handles. Policy and reference compute log-probs at the sampling temperature.
-    scale = {"dtype": training.dtype, "temperature": grpo.temperature, "max_tokens": training.row_tokens}
-    policy = Model(source, place.trainer, trainable=True, **scale)
-    reference = Model(source, place.reference, trainable=False, **scale) if place.reference else None
-    off_policy = grpo.off_policy(training)
-    trainer = Trainer(policy, training, loss, pad_token_id=tokenizer.pad_token_id, importance_cap=2.0 if off_policy else None)
-    generator = Generator(source, cfg.generator, place, dtype=training.dtype, seq_len=training.seq_len, seed=cfg.seed)
+    read = partial(PromptStream, tokenizer=source.tokenizer(), max_prompt_tokens=training.seq_len - 1)  # a response token must fit
+    prompts = read(dataset, seed=cfg.seed, epochs=training.passes, position=saved.position)
     sampling = Sampling(grpo.temperature, grpo.max_new_tokens, tuple(grpo.stop), grpo.sampling_seed(cfg.seed, place.device))
-    checkpoint.restore(saved, trainer, place)
+    held_out = HeldOut(cfg.eval, read, sampling, place, clock)
 
-    wanted = training.prompts_per_update * training.updates_per_rollout
-    total = training.steps if training.steps is not None else prompts.steps_in_all(wanted)  # None: a stream, whose end is not known
+    policy, reference, trainer, generator = handles(cfg, place, source, loss)
+    checkpoint.restore(saved, trainer, place)
+    size = {"num_prompts": training.prompts_per_rollout, "n_samples": grpo.n_samples}
+    rollouts = Rollouts(prompts, generator, scorer, sampling, place, clock, waiting=saved.waiting, **size)
+    total = training.steps if training.steps is not None else prompts.steps_in_all(training.prompts_per_rollout)
     log = Log(cfg.metrics, output, place.is_root, total)
     log.resume_at(saved.step + 1 if saved.step else 0)
-    ahead: deque[list[Group]] = deque(share(groups, place.generator) for groups in saved.ahead)  # sampled, not yet trained on
     step = published = saved.step  # steps done, and by the policy that the engines hold
-
-    def sample_ahead(count: int) -> None:
-        """Sample until `count` rollouts wait. Groups stay where they were made until `everyone`."""
-        while len(ahead) < count and (total is None or step + len(ahead) < total):
-            with clock.phase("generate"):
-                ahead.append(score_share(generator, scorer, prompts.take(wanted), grpo.n_samples, sampling))
 
     def publish() -> int:
         """The engines become policy version `step`."""
@@ -103,37 +112,26 @@ def train(cfg: Config, place: Placement, output: Path, loss: Any, advantage: Cal
             generator.load(stream_weights(policy.shards(), place, generator.dtype), version=step)
         return step
 
-    def score_held_out() -> dict[str, float]:
-        with clock.phase("eval"):
-            return evaluate(cfg.eval, held_out, generator, scorer, place, sampling)
-
-    def save() -> None:
-        with clock.phase("ckpt"):
-            waiting = [everyone(groups, place.generator, place) for groups in ahead]
-            checkpoint.save(output, step, trainer, place, cfg.checkpoint, position=prompts.position, ahead=waiting)
-
     publish()
     if step == 0:
-        log.step(step, score_held_out())
+        log.step(step, held_out.evaluate(generator, scorer))
     while total is None or step < total:
         # 1. Give every rank every group. From here to the update all ranks compute the same thing.
-        sample_ahead(1)
-        with clock.phase("wait"):
-            groups = everyone(ahead.popleft(), place.generator, place)
+        groups = rollouts.next()
         if not groups:
             break  # the pass over the data has ended
         advantages = [advantage(g.rewards) for g in groups]
-        episodes = to_episodes(groups, advantages, mask_truncated=grpo.mask_truncated, old_from_sampler=off_policy)
+        episodes = to_episodes(groups, advantages, mask_truncated=grpo.mask_truncated, old_from_sampler=grpo.off_policy(training))
 
-        # 2. Score them, with the reference and where its own log-probs are the ratio's denominator with the policy.
+        # 2. Score them: with the reference, and with the policy where its own log-probs are the ratio's denominator.
         with clock.phase("logp_ref"):
             if reference:
                 attach("ref_logprobs", episodes, everyone(reference.logprobs(episodes), reference.mesh, place))
-            if not off_policy and training.updates_per_rollout > 1:
+            if grpo.rescores(training):
                 attach("old_logprobs", episodes, everyone(policy.logprobs(episodes), policy.mesh, place))
 
         # 3. Sample ahead and update. No rank waits for another in between: on disjoint meshes the two overlap.
-        sample_ahead(grpo.max_policy_age)
+        rollouts.sample_until(grpo.max_policy_age if total is None else min(grpo.max_policy_age, total - step - 1))
         publishes = (step + 1) % training.sync_interval == 0
         with generator.asleep(until_load=publishes), clock.phase("train"):
             stats = trainer.train(episodes, step)
@@ -143,19 +141,19 @@ def train(cfg: Config, place: Placement, output: Path, loss: Any, advantage: Cal
         # 4. Publish policy version `step`, and keep what a later run needs to go on from here.
         if publishes:
             published = publish()
-            if checkpoint.is_due(step, cfg.checkpoint, training.sync_interval) and step != total:
-                save()
-        if cfg.eval.every and step % cfg.eval.every == 0 and step != total:
-            numbers |= score_held_out()
+        if checkpoint.is_due(step, cfg.checkpoint, training.sync_interval) and step != total:
+            checkpoint.save(output, step, trainer, place, cfg.checkpoint, clock, position=prompts.position, waiting=rollouts.waiting())
+        if held_out.is_due(step) and step != total:
+            numbers |= held_out.evaluate(generator, scorer)
         times = clock.reduce(place.objects)
-        log.step(step, numbers | times | throughput(groups, times, len(place.plan.generator.ranks), len(place.plan.trainer.ranks)))
+        log.step(step, numbers | times | throughput(groups, times, place.plan.num_generators, place.plan.num_trainers))
         log.samples(step, groups)
 
     if published != step:
         publish()
     if step > saved.step:
-        log.step(step, score_held_out())
-        save()
+        log.step(step, held_out.evaluate(generator, scorer))
+        checkpoint.save(output, step, trainer, place, cfg.checkpoint, clock, position=prompts.position, waiting=rollouts.waiting())
     if cfg.checkpoint.export_hf:
         policy.export(output / "hf")
     log.close()

@@ -40,8 +40,8 @@ class Config:
 
     def check(self) -> None:
         for key in ("updates_per_rollout", "sync_interval"):
-            if vars(self.training)[key] != 1:
-                raise ValueError(f"training.{key}={vars(self.training)[key]}: there is no rollout in supervised fine-tuning; remove the key")
+            if (value := vars(self.training)[key]) != 1:
+                raise ValueError(f"training.{key}={value}: there is no rollout in supervised fine-tuning; remove the key")
 
 
 def main() -> None:
@@ -57,12 +57,17 @@ def train(cfg: Config, place: Placement, output: Path) -> None:
     source = ModelSource(*config.model_source(cfg.model))
     tokenizer = source.tokenizer()
     saved = checkpoint.find(cfg.resume, output, place)
-    passes = 1 if training.steps is None else None
     rows = PromptStream(
-        cfg.dataset, tokenizer, seed=cfg.seed, max_prompt_tokens=training.seq_len - 1, position=saved.position, epochs=passes, target=str.strip
+        cfg.dataset,
+        tokenizer,
+        seed=cfg.seed,
+        max_prompt_tokens=training.seq_len - 1,  # a token of the completion must fit
+        position=saved.position,
+        epochs=training.passes,
+        target=str.strip,
     )
     policy = Model(source, place.trainer, trainable=True, dtype=training.dtype, temperature=1.0, max_tokens=training.row_tokens)
-    trainer = Trainer(policy, training, NLLLoss(), pad_token_id=tokenizer.pad_token_id)
+    trainer = Trainer(policy, training, NLLLoss())
     checkpoint.restore(saved, trainer, place)
 
     total = training.steps if training.steps is not None else rows.steps_in_all(training.prompts_per_update)
@@ -78,11 +83,10 @@ def train(cfg: Config, place: Placement, output: Path) -> None:
             stats = trainer.train(episodes, step)
         step += 1
         if checkpoint.is_due(step, cfg.checkpoint, 1) and step != total:
-            with clock.phase("ckpt"):
-                checkpoint.save(output, step, trainer, place, cfg.checkpoint, position=rows.position, ahead=[])
+            checkpoint.save(output, step, trainer, place, cfg.checkpoint, clock, position=rows.position, waiting=[])
         log.step(step, stats | {"data/epoch": rows.epoch, "data/tokens": stats.get("loss/tokens", 0)} | clock.reduce(place.objects))
     if step > saved.step:
-        checkpoint.save(output, step, trainer, place, cfg.checkpoint, position=rows.position, ahead=[])
+        checkpoint.save(output, step, trainer, place, cfg.checkpoint, clock, position=rows.position, waiting=[])
     if cfg.checkpoint.export_hf:
         policy.export(output / "hf")
     log.close()

@@ -12,10 +12,10 @@ from typing import Any, Literal
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from batch import IDLE, Episode, pad, to_batch
+from batch import IDLE, Episode, attach, pad, to_batch
 from losses.contract import forward_arguments, is_whole_batch, token_weights, whole_batch_loss
 from losses.kl import k3
 from metrics import TOKEN_MAXIMA, TOKEN_MEANS, TokenStats
@@ -26,7 +26,7 @@ from model import Model, Row
 class TrainingConfig:
     steps: int | None = None  # rollouts to train on; null: one pass over the data
     batch_size: int = 4  # prompts (SFT: rows of the dataset) per optimizer step, times gradient_accumulation_steps
-    gradient_accumulation_steps: int = 1  # multiplies batch_size; how the step is cut into forward passes is decided by max_tokens_per_batch
+    gradient_accumulation_steps: int = 1  # multiplies batch_size; how a step is cut into passes, max_tokens_per_batch decides
     max_tokens_per_batch: int | None = None  # tokens in one forward pass of one replica; null: 16384, or seq_len if that is more
     seq_len: int = 4096  # tokens of prompt and response together, at most
     dtype: Literal["bfloat16", "float32"] = "bfloat16"  # of computation; the master weights are float32 in either case
@@ -51,7 +51,9 @@ class TrainingConfig:
         if self.seq_len < 2:
             raise ValueError(f"seq_len={self.seq_len}: must be at least 2, a prompt token and a response token")
         if self.max_tokens_per_batch is not None and self.max_tokens_per_batch < self.seq_len:
-            raise ValueError(f"max_tokens_per_batch={self.max_tokens_per_batch}: must hold a sequence of training.seq_len={self.seq_len} tokens")
+            raise ValueError(
+                f"max_tokens_per_batch={self.max_tokens_per_batch}: must hold a sequence of training.seq_len={self.seq_len} tokens"
+            )
         for key in ("learning_rate", "warmup_steps", "weight_decay", "max_grad_norm", "entropy_coef"):
             if vars(self)[key] < 0:
                 raise ValueError(f"{key}={vars(self)[key]}: must be 0 or more")
@@ -64,6 +66,11 @@ class TrainingConfig:
             raise ValueError(f"schedule={self.schedule} needs training.steps, the step at which the learning rate reaches 0")
 
     @property
+    def passes(self) -> int | None:
+        """Over the data: one where `steps` is null, else as many as the steps take."""
+        return 1 if self.steps is None else None
+
+    @property
     def row_tokens(self) -> int:
         return self.max_tokens_per_batch or max(self.seq_len, 16384)
 
@@ -71,26 +78,30 @@ class TrainingConfig:
     def prompts_per_update(self) -> int:
         return self.batch_size * self.gradient_accumulation_steps
 
+    @property
+    def prompts_per_rollout(self) -> int:
+        return self.prompts_per_update * self.updates_per_rollout
+
 
 class Trainer:
     """Trains a Model. Outside the model's mesh there is nothing to train, and `update` returns {}."""
 
-    def __init__(self, model: Model, cfg: TrainingConfig, loss: Any, *, pad_token_id: int, importance_cap: float | None = None):
+    def __init__(self, model: Model, cfg: TrainingConfig, loss: Any, *, importance_cap: float | None = None):
         """loss: a PolicyLoss, or any callable that maps [B, T] tensors to a scalar.
 
         importance_cap: for data that another policy sampled, the largest weight pi / pi_sampler a token may carry, whatever the loss
         (truncated importance sampling, as in IMPALA 1802.01561 and its use between sampler and trainer); None: no correction.
         """
-        self.model, self.cfg, self.loss, self.pad_token_id, self.importance_cap = model, cfg, loss, pad_token_id, importance_cap
+        self.model, self.cfg, self.loss, self.importance_cap = model, cfg, loss, importance_cap
         self.updates = 0  # optimizer steps taken
         names = forward_arguments(loss)
         self._has_ratio = bool(names & {"old_logprobs", "gen_logprobs"})
         if not model.is_local:
             return
         self._parameters = model.shards()
-        groups: dict[tuple[int, bool], list[nn.Parameter]] = {}
+        groups: dict[tuple[int, bool], list[Tensor]] = {}
         for p in self._parameters.values():  # one fused call cannot mix meshes
-            groups.setdefault((p.device_mesh.ndim, p.ndim > 1), []).append(p)
+            groups.setdefault((_sharded(p).device_mesh.ndim, p.ndim > 1), []).append(p)
         self._adamw = torch.optim.AdamW(
             [{"params": ps, "weight_decay": cfg.weight_decay if matrix else 0.0} for (_, matrix), ps in groups.items()],
             lr=cfg.learning_rate, betas=(cfg.adam_beta1, cfg.adam_beta2), eps=cfg.adam_eps, fused=True,
@@ -122,8 +133,7 @@ class Trainer:
         rows = self.model.rows(episodes)
         lengths = [int(e.loss_mask.sum()) for e in episodes]
         fixed = self._whole_batch(episodes, rows, lengths) if is_whole_batch(self.loss) else None
-        averaging = "token" if fixed else self.loss.averaging
-        shares = token_weights(averaging, lengths, max_tokens=None if fixed else self.loss.max_tokens)
+        shares = [0.0] * len(lengths) if fixed else token_weights(self.loss.averaging, lengths, max_tokens=self.loss.max_tokens)
         weights = {id(e): w for e, w in zip(episodes, shares, strict=True)}
 
         replicas = self.model.mesh.size(0)
@@ -223,7 +233,9 @@ class Trainer:
                 dist.all_reduce(_local(p.grad), group=self.model.mesh.get_group("tp"))
         norm = self._norm({name: p.grad for name, p in self._parameters.items() if p.grad is not None})
         if not math.isfinite(norm):
-            raise RuntimeError(f"the gradient's norm is {norm} at step {step}: lower training.learning_rate, or check the loss and the rewards")
+            raise RuntimeError(
+                f"the gradient's norm is {norm} at step {step}: lower training.learning_rate, or check the loss and the rewards"
+            )
         limit = self.cfg.max_grad_norm
         clipped = bool(limit) and norm > limit
         if clipped:
@@ -251,7 +263,7 @@ class Trainer:
         mesh = self.model.mesh
         sums = torch.zeros(2, dtype=torch.float64, device=self.model.device)
         for name, tensor in tensors.items():
-            parameter = self._parameters[name]
+            parameter = _sharded(self._parameters[name])
             copies = math.prod(parameter.device_mesh.size(i) for i, p in enumerate(parameter.placements) if p.is_replicate())
             sums[parameter.device_mesh.ndim - 1] += _local(tensor).norm(dtype=torch.float32).double().square() / copies
         dist.all_reduce(sums, group=mesh.get_group("dp"))
@@ -270,7 +282,7 @@ class Trainer:
         """
         if not inputs or len(inputs) != len(targets):
             raise ValueError(f"train_step needs as many targets as inputs, at least one; got {len(inputs)} and {len(targets)}")
-        episodes = [e for i, t in zip(inputs, targets, strict=True) for e in _from_dictionaries(i, t, self.pad_token_id)]
+        episodes = [e for i, t in zip(inputs, targets, strict=True) for e in _from_dictionaries(i, t, self.model.source.pad_token_id)]
         return self.update(episodes, self.updates).get("loss/policy", 0.0)
 
     def state(self) -> dict[str, Tensor]:
@@ -281,8 +293,9 @@ class Trainer:
         for name, p in self._parameters.items():
             moments = self._adamw.state[p]
             if not moments:
-                moments |= {"step": torch.tensor(0.0, device=self.model.device), "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
-            state |= {f"weight/{name}": p.detach(), f"exp_avg/{name}": moments["exp_avg"], f"exp_avg_sq/{name}": moments["exp_avg_sq"]}
+                moments["step"] = torch.tensor(0.0, device=self.model.device)
+                moments |= {kind: torch.zeros_like(p) for kind in ("exp_avg", "exp_avg_sq")}
+            state |= {f"weight/{name}": p.detach()} | {f"{kind}/{name}": moments[kind] for kind in ("exp_avg", "exp_avg_sq")}
         return state
 
     def resume_at(self, updates: int) -> None:
@@ -333,19 +346,27 @@ def _from_dictionaries(inputs: dict[str, Tensor], targets: dict[str, Tensor], pa
     episodes = []
     for b in range(batch):
         prompt = tokens[b, :-width]
-        here = inputs["attention_mask"][b, :-width] if "attention_mask" in inputs else (prompt != pad_token_id).cumsum(0).clamp(max=1)
+        begun = (prompt != pad_token_id).cumsum(0).clamp(max=1)
+        here = inputs["attention_mask"][b, :-width] if "attention_mask" in inputs else begun
         prompt = prompt[here.bool()]
         if len(prompt) == 0:
             raise ValueError(f"train_step: row {b} has no prompt token")
         length = max(int(mask[b].nonzero().max()) + 1 if mask[b].any() else 1, 1)
 
-        def column(name: str, row: int = b, length: int = length) -> np.ndarray | None:
-            return targets[name][row].expand(width)[:length].float().numpy() if name in targets else None
+        def column(name: str, row: int = b, length: int = length) -> np.ndarray:
+            return targets[name][row].expand(width)[:length].float().numpy()
 
         ids = torch.cat([prompt, response[b, :length]]).numpy().astype(np.int64)
-        extra = {f"{k}_logprobs": column(f"{k}_logprobs") for k in ("gen", "ref", "old")}
-        episodes.append(Episode(ids, len(prompt), mask[b, :length].float().numpy(), column("advantages"), group=b, **extra))
+        episode = Episode(ids, len(prompt), mask[b, :length].float().numpy(), column("advantages"), group=b)
+        for name in {"gen_logprobs", "ref_logprobs", "old_logprobs"} & targets.keys():
+            attach(name, [episode], [column(name)])
+        episodes.append(episode)
     return episodes
+
+
+def _sharded(parameter: Tensor) -> DTensor:
+    assert isinstance(parameter, DTensor), "every trained parameter is sharded by FSDP, over one rank at least"
+    return parameter
 
 
 def _local(tensor: Tensor) -> Tensor:

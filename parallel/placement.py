@@ -41,7 +41,9 @@ class ServicesConfig:
                 )
         for name, service in (("trainer", self.trainer), ("generator", self.generator)):
             if not service.with_gpus:
-                raise ValueError(f"{name}.with_gpus=false: only ref_model can leave the run's device; for a run without GPUs set device: cpu")
+                raise ValueError(
+                    f"{name}.with_gpus=false: only ref_model can leave the run's device; for a run without GPUs set device: cpu"
+                )
 
 
 @dataclass(kw_only=True)
@@ -83,6 +85,14 @@ class Plan:
     trainer: RolePlan
     generator: RolePlan
     reference: RolePlan | None
+
+    @property
+    def num_trainers(self) -> int:
+        return len(self.trainer.ranks)
+
+    @property
+    def num_generators(self) -> int:
+        return len(self.generator.ranks)
 
     @classmethod
     def make(
@@ -128,7 +138,8 @@ class Plan:
         if services.trainer.procs % tp or (shards != -1 and services.trainer.procs != needed):
             problems.append(
                 f"services.trainer.procs={services.trainer.procs}, but parallelism asks for tensor_parallel_degree={tp} x "
-                f"data_parallel_shard_degree={shards} = {needed} ranks; set services.trainer.procs: {needed}, or data_parallel_shard_degree: -1"
+                f"data_parallel_shard_degree={shards} = {needed} ranks; set services.trainer.procs: {needed}, or "
+                f"data_parallel_shard_degree: -1"
             )
         if "ref_model" in bounds and len(bounds["ref_model"]) % tp:
             problems.append(

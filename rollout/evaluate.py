@@ -1,10 +1,13 @@
 """Held-out prompts through the engine: what the policy answers when it is not being trained."""
 
 import statistics
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from batch import Group, Prompt
 from data import DatasetConfig, PromptStream
+from metrics import Clock
 from parallel.exchange import everyone
 from parallel.placement import Placement, speaks_for
 from rollout.generator import Generator, Sampling
@@ -34,38 +37,45 @@ class EvalConfig:
             raise ValueError(f"max_prompts={self.max_prompts}: must be at least 1, or null for all")
 
 
-def load_prompts(cfg: EvalConfig, tokenizer: object, max_prompt_tokens: int) -> list[Prompt]:
-    """The evaluation's prompts; [] when there is none. The same on every rank."""
-    if cfg.dataset is None:
-        return []
-    stream = PromptStream(cfg.dataset, tokenizer, seed=0, max_prompt_tokens=max_prompt_tokens, epochs=1)
-    return stream.take(cfg.max_prompts or 2**62)
-
-
 def score_share(generator: Generator, scorer: Scorer, prompts: list[Prompt], n_samples: int, sampling: Sampling) -> list[Group]:
     """Sample and score this rank's share. Of a replica's ranks one scores, since all hold the same completions."""
     groups = generator.generate(prompts, n_samples, sampling)
     return [scorer.score(g) for g in groups] if speaks_for(generator.mesh) else groups
 
 
-def evaluate(
-    cfg: EvalConfig, prompts: list[Prompt], generator: Generator, scorer: Scorer, place: Placement, training: Sampling
-) -> dict[str, float]:
-    """Mean reward, and accuracy: the share of answers to which the first reward gave 1 or more. Collective over the world.
+class HeldOut:
+    """The evaluation's prompts, and how they are asked."""
 
-    training: how the policy is sampled for training; evaluation keeps its limits and has a temperature and seeds of its own.
-    """
-    if not prompts:
-        return {}
-    seed = None if training.seed is None else training.seed + EVAL_SEED
-    sampling = replace(training, temperature=cfg.temperature, seed=seed)
-    groups = everyone(score_share(generator, scorer, prompts, cfg.n_samples, sampling), place.generator, place)
-    rewards = [r for g in groups for r in g.rewards]
-    first = [r for g in groups for r in next(iter(g.reward_parts.values()))]
-    lengths = [len(c.token_ids) for g in groups for c in g.completions]
-    return {
-        "eval/reward": statistics.fmean(rewards),
-        "eval/accuracy": statistics.fmean(r >= 1 for r in first),
-        "eval/len": statistics.fmean(lengths),
-        "eval/prompts": len(groups),
-    }
+    def __init__(self, cfg: EvalConfig, read: Callable[..., PromptStream], training: Sampling, place: Placement, clock: Clock):
+        """read: how the run reads a dataset. training: how the policy is sampled for training; evaluation keeps its limits, with a
+        temperature and seeds of its own.
+        """
+        self._cfg, self._place, self._clock = cfg, place, clock
+        seed = None if training.seed is None else training.seed + EVAL_SEED
+        self._sampling = replace(training, temperature=cfg.temperature, seed=seed)
+        self._prompts: list[Prompt] = []
+        if cfg.dataset is not None:
+            self._prompts = read(cfg.dataset, seed=0, epochs=1).take(cfg.max_prompts or sys.maxsize)
+
+    def is_due(self, step: int) -> bool:
+        return bool(self._cfg.every) and step % self._cfg.every == 0
+
+    def evaluate(self, generator: Generator, scorer: Scorer) -> dict[str, float]:
+        """Mean reward, and accuracy: the share of answers to which the first reward gave 1 or more; {} without prompts.
+
+        Every prompt counts once, whatever the number of replicas. Collective over the world.
+        """
+        if not self._prompts:
+            return {}
+        with self._clock.phase("eval"):
+            share = score_share(generator, scorer, self._prompts, self._cfg.n_samples, self._sampling)
+            groups = everyone(share, self._place.generator, self._place)
+        rewards = [r for g in groups for r in g.rewards]
+        first = [r for g in groups for r in next(iter(g.reward_parts.values()))]
+        lengths = [len(c.token_ids) for g in groups for c in g.completions]
+        return {
+            "eval/reward": statistics.fmean(rewards),
+            "eval/accuracy": statistics.fmean(r >= 1 for r in first),
+            "eval/len": statistics.fmean(lengths),
+            "eval/prompts": len(groups),
+        }

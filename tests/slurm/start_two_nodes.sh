@@ -47,7 +47,10 @@ mkdir -p /run/munge
 [[ -f /etc/munge/munge.key ]] || head -c 1024 /dev/urandom >/etc/munge/munge.key
 chown -R munge:munge /etc/munge /run/munge /var/log/munge /var/lib/munge
 chmod 400 /etc/munge/munge.key
-munge -n >/dev/null 2>&1 || su -s /bin/sh munge -c "/usr/sbin/munged --force --pid-file=/run/munge/munged.pid"
+if ! munge -n >/dev/null 2>&1; then
+  su -s /bin/sh munge -c "/usr/sbin/munged --force --pid-file=/run/munge/munged.pid"
+  cp /run/munge/munged.pid "$folder/"
+fi
 
 slurmctld
 for _ in {1..20}; do if scontrol ping | grep -q UP; then break; fi; sleep 0.5; done

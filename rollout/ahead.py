@@ -1,0 +1,51 @@
+"""Rollouts sampled and not yet trained on."""
+
+from collections import deque
+
+from batch import Group
+from data import PromptStream
+from metrics import Clock
+from parallel.exchange import everyone
+from parallel.placement import Placement, share
+from rollout.evaluate import score_share
+from rollout.generator import Generator, Sampling
+from rollout.rewards import Scorer
+
+
+class Rollouts:
+    """A queue of scored rollouts, each of which stays on the ranks that sampled it until `next` gives it to all."""
+
+    def __init__(
+        self,
+        prompts: PromptStream,
+        generator: Generator,
+        scorer: Scorer,
+        sampling: Sampling,
+        place: Placement,
+        clock: Clock,
+        *,
+        num_prompts: int,
+        n_samples: int,
+        waiting: list[list[Group]],
+    ):
+        """num_prompts: of one rollout; n_samples: completions of each; waiting: rollouts that a checkpoint kept, equal on all ranks."""
+        self._prompts, self._generator, self._scorer, self._sampling = prompts, generator, scorer, sampling
+        self._place, self._clock, self._num_prompts, self._n_samples = place, clock, num_prompts, n_samples
+        self._queue: deque[list[Group]] = deque(share(groups, place.generator) for groups in waiting)
+
+    def sample_until(self, count: int) -> None:
+        """Sample and score this rank's share until `count` rollouts wait. No collective: other ranks may be training."""
+        while len(self._queue) < count:
+            with self._clock.phase("generate"):
+                prompts = self._prompts.take(self._num_prompts)
+                self._queue.append(score_share(self._generator, self._scorer, prompts, self._n_samples, self._sampling))
+
+    def next(self) -> list[Group]:
+        """The oldest rollout, on every rank; [] once the data has ended. Collective over the world."""
+        self.sample_until(1)
+        with self._clock.phase("wait"):
+            return everyone(self._queue.popleft(), self._place.generator, self._place)
+
+    def waiting(self) -> list[list[Group]]:
+        """What the queue holds, on every rank, for a checkpoint. Collective over the world."""
+        return [everyone(groups, self._place.generator, self._place) for groups in self._queue]

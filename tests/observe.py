@@ -1,0 +1,133 @@
+"""train_grpo.py as it stands, with what happened inside written down: for torchrun, in place of train_grpo.py.
+
+    OBSERVE=<folder> [REPLAY=<folder>] torchrun --nproc-per-node=3 tests/observe.py <config> [key=value ...]
+
+Every rank writes <folder>/rank_<r>.pkl, an `Observed`. Nothing is replaced, each observation point calls the code it stands
+before, but for one thing: with REPLAY the engines are left out and every generator rank answers its share of the prompts with
+the completions that an earlier observation holds. That is for layouts that differ in the trainer only.
+"""
+
+import os
+import pickle
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.distributed.tensor import DTensor
+
+sys.path[0] = str(Path(__file__).resolve().parent.parent)  # as for a script beside train_grpo.py
+
+import train_grpo
+from batch import Episode, Group, Prompt
+from parallel.launch import launch
+from parallel.placement import Placement, holds, share
+from rollout.generator import Sampling
+from trainer import Trainer
+
+
+@dataclass
+class Observed:
+    """What one rank saw. A rank that does not train has no gradient; the lists have one entry a rollout."""
+
+    groups: list[list[Group]] = field(default_factory=list)
+    advantages: list[list[list[float]]] = field(default_factory=list)
+    attached: list[dict[str, list[np.ndarray]]] = field(default_factory=list)  # "ref_logprobs", "old_logprobs": [R] per episode
+    gradient: dict[str, torch.Tensor] = field(default_factory=dict)  # of the first update, as AdamW gets it: whole tensors
+
+
+def share_of_digits(prompt: str, response: str, target: str) -> float:
+    """A reward that an untrained model earns in many different amounts: how large its digits are, and how many."""
+    digits = [int(c) for c in response if c.isdigit()]
+    return sum(digits) / (9 * len(response)) if digits else 0.0
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().cpu().clone()
+
+
+def observe(seen: Observed) -> None:
+    """Put the observation points around train_grpo's and the trainer's own functions."""
+    to_episodes, attach, init = train_grpo.to_episodes, train_grpo.attach, Trainer.__init__
+
+    def groups_and_advantages(groups: list[Group], advantages: list[list[float]], **options: Any) -> list[Episode]:
+        seen.groups.append(groups)
+        seen.advantages.append(advantages)
+        seen.attached.append({})
+        return to_episodes(groups, advantages, **options)
+
+    def logprobs(name: str, episodes: list[Episode], values: list[np.ndarray]) -> None:
+        seen.attached[-1][name] = values
+        attach(name, episodes, values)
+
+    def first_gradient(trainer: Trainer, *arguments: Any, **options: Any) -> None:
+        init(trainer, *arguments, **options)
+        if trainer.model.is_local:
+            shards = trainer.model.shards()
+
+            def keep(*_: Any) -> None:
+                if not seen.gradient:
+                    seen.gradient |= {name: whole(p.grad) for name, p in shards.items() if p.grad is not None}
+
+            trainer._adamw.register_step_pre_hook(keep)
+
+    train_grpo.to_episodes, train_grpo.attach = groups_and_advantages, logprobs
+    Trainer.__init__ = first_gradient  # type: ignore[method-assign]
+
+
+class Replay:
+    """Takes the engine's place: a prompt's completions are those recorded, which the same version must have sampled."""
+
+    recorded: dict[int, Group]  # by the prompt's index
+
+    def __init__(self, source: Any, cfg: Any, place: Placement, *, dtype: str, **_: Any):
+        self.mesh, self.dtype, self.version = place.generator, getattr(torch, dtype), -1
+
+    def generate(self, prompts: list[Prompt], n_samples: int, sampling: Sampling) -> list[Group]:
+        groups = [replace(self.recorded[p.index], rewards=[], reward_parts={}) for p in share(prompts, self.mesh)]
+        for group, prompt in zip(groups, share(prompts, self.mesh), strict=True):
+            assert group.prompt == prompt and len(group.completions) == n_samples, f"{prompt} was not recorded"
+            versions = {c.policy_version for c in group.completions}
+            assert versions == {self.version}, f"prompt {prompt.index}: recorded versions {versions}, now {self.version}"
+        return groups
+
+    def load(self, buckets: Iterator, version: int) -> None:
+        sent = [name for bucket in buckets for name, _, _ in bucket]
+        assert sent or not holds(self.mesh), "an engine was sent no weights"
+        self.version = version
+
+    @contextmanager
+    def asleep(self, *, until_load: bool) -> Iterator[None]:
+        yield
+
+    def close(self) -> None:
+        pass
+
+
+def recorded_groups(folder: Path) -> dict[int, Group]:
+    seen: Observed = pickle.loads((folder / "rank_0.pkl").read_bytes())
+    return {g.prompt.index: g for groups in seen.groups for g in groups}
+
+
+def observed(main: Callable[[], None], seen: Observed, folder: Path) -> Callable[[], None]:
+    def run() -> None:
+        main()
+        (folder / f"rank_{os.environ['RANK']}.pkl").write_bytes(pickle.dumps(seen))
+
+    return run
+
+
+if __name__ == "__main__":
+    sys.modules["observe"] = sys.modules["__main__"]
+    Observed.__module__ = "observe"
+    seen, folder = Observed(), Path(os.environ["OBSERVE"])
+    folder.mkdir(parents=True, exist_ok=True)
+    observe(seen)
+    if "REPLAY" in os.environ:
+        Replay.recorded = recorded_groups(Path(os.environ["REPLAY"]))
+        train_grpo.Generator = Replay  # type: ignore[misc, assignment]
+    launch(observed(train_grpo.main, seen, folder))
