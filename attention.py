@@ -1,5 +1,7 @@
 """Attention over packed rows: many episodes in one row of tokens, none of which sees another, and no padding computed."""
 
+import functools
+import inspect
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +13,11 @@ from transformers import AttentionInterface
 
 NAME = "packed"  # as transformers' `attn_implementation`
 
+# Causal, with fewer key-value heads than query heads: asked for under other names from one torch to the next.
+_options = inspect.signature(varlen_attn).parameters
+CAUSAL_GQA = {"window_size": (-1, 0)} if "window_size" in _options else {"is_causal": True}
+CAUSAL_GQA |= {"enable_gqa": True} if "enable_gqa" in _options else {}
+
 
 @dataclass(frozen=True)
 class Segments:
@@ -18,15 +25,37 @@ class Segments:
 
     cu_seqlens: Tensor  # [B + 1] int32
     max_seqlen: int
-    by_length: tuple[Tensor, ...]  # for the CPU: token positions [n, L] of the n segments of each length L
 
-    @classmethod
-    def of(cls, cu_seqlens: Tensor, max_seqlen: int) -> "Segments":
-        if cu_seqlens.device.type != "cpu":
-            return cls(cu_seqlens, max_seqlen, ())
-        starts, lengths = cu_seqlens[:-1].long(), cu_seqlens.diff()
-        grids = (starts[lengths == n][:, None] + torch.arange(int(n)) for n in lengths.unique())
-        return cls(cu_seqlens, max_seqlen, tuple(grids))
+    @functools.cached_property
+    def by_length(self) -> tuple[Tensor, ...]:
+        """Token positions [n, L] of the n segments of each length L."""
+        starts, lengths = self.cu_seqlens[:-1].long(), self.cu_seqlens.diff()
+        return tuple(
+            starts[lengths == n][:, None] + torch.arange(n, device=starts.device) for n in lengths.unique().tolist()
+        )
+
+
+def flash(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scaling: float | None) -> Tensor:
+    """The flash kernel for variable lengths. [N, H, D] each."""
+    cu, longest = segments.cu_seqlens, segments.max_seqlen
+    out = varlen_attn(q, k, v, cu, cu, longest, longest, scale=scaling, **CAUSAL_GQA)
+    assert isinstance(out, Tensor)
+    return out
+
+
+def per_length(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scaling: float | None) -> Tensor:
+    """One SDPA call per distinct length. [N, H, D] each."""
+    parts = []
+    for at in segments.by_length:
+        qs, ks, vs = (t[at].transpose(1, 2) for t in (q, k, v))  # [n, H, L, D]
+        out = F.scaled_dot_product_attention(qs, ks, vs, is_causal=True, scale=scaling, enable_gqa=True)
+        parts.append(out.transpose(1, 2).flatten(0, 1))
+    order = torch.cat([at.flatten() for at in segments.by_length])
+    return torch.empty_like(q).index_copy(0, order, torch.cat(parts))
+
+
+# By device and dtype: torch's flash kernel exists for these. Everything else, fp32 on CUDA too, goes by length.
+KERNELS = {("cuda", torch.bfloat16): flash, ("cuda", torch.float16): flash}
 
 
 def packed_attention(
@@ -42,31 +71,11 @@ def packed_attention(
 ) -> tuple[Tensor, None]:
     """Causal attention inside each segment. query [1, Hq, N, D]; key, value [1, Hkv, N, D] -> [1, N, Hq, D].
 
-    transformers calls it once per layer. On CUDA the flash kernel for variable lengths; on a CPU one SDPA call per distinct length.
+    transformers calls it once per layer.
     """
     q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))  # [N, H, D]
-    if q.device.type != "cpu":
-        out = varlen_attn(
-            q,
-            k,
-            v,
-            segments.cu_seqlens,
-            segments.cu_seqlens,
-            segments.max_seqlen,
-            segments.max_seqlen,
-            scale=scaling,
-            window_size=(-1, 0),
-            enable_gqa=True,
-        )
-        assert isinstance(out, Tensor)
-        return out.unsqueeze(0), None
-    parts = []
-    for at in segments.by_length:
-        qs, ks, vs = (t[at].transpose(1, 2) for t in (q, k, v))  # [n, H, L, D]
-        out = F.scaled_dot_product_attention(qs, ks, vs, is_causal=True, scale=scaling, enable_gqa=True)
-        parts.append(out.transpose(1, 2).flatten(0, 1))
-    order = torch.cat([at.flatten() for at in segments.by_length])
-    return torch.empty_like(q).index_copy(0, order, torch.cat(parts))[None], None
+    kernel = KERNELS.get((q.device.type, q.dtype), per_length)
+    return kernel(q, k, v, segments, scaling)[None], None
 
 
 AttentionInterface.register(NAME, packed_attention)

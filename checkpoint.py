@@ -64,7 +64,10 @@ def save(
     position: int,
     waiting: list[list[Group]],
 ) -> None:
-    """Write `output/checkpoints/step_N`, with the mark last, then remove the oldest. Collective over the world."""
+    """Write `output/checkpoints/step_N`, with the mark last, then remove the oldest. Collective over the world.
+
+    Those of later steps are removed too: like the lines of metrics.jsonl, they are of a run that this one has taken the place of.
+    """
     with clock.phase("ckpt"):
         _save(output, trainer, place, cfg, Saved(step, trainer.updates, position, waiting))
 
@@ -72,7 +75,7 @@ def save(
 def _save(output: Path, trainer: Trainer, place: Placement, cfg: CheckpointConfig, saved: Saved) -> None:
     folder = output / "checkpoints" / f"step_{saved.step}"
     if place.is_root:
-        shutil.rmtree(folder, ignore_errors=True)  # left by a save that was interrupted
+        _remove(folder)  # left by a save that was interrupted, or by a run that this one replaces
         folder.mkdir(parents=True)
     from_root(None, place)
     if trainer.model.is_local:
@@ -80,17 +83,31 @@ def _save(output: Path, trainer: Trainer, place: Placement, cfg: CheckpointConfi
     random = from_each(random_state(), place)
     if place.is_root:
         (folder / "run.pkl").write_bytes(pickle.dumps(replace(saved, random=random)))
+        for later in whole(output):
+            if _steps(later) > saved.step:
+                _remove(later)  # of a run that this one replaces: `auto` must not go on from there
         (folder / MARK).touch()
         if cfg.keep:
             for old in whole(output)[: -cfg.keep]:
-                shutil.rmtree(old)
+                _remove(old)
     from_root(None, place)
+
+
+def _remove(folder: Path) -> None:
+    """The mark goes first: what a kill leaves of the folder is not taken for a checkpoint."""
+    (folder / MARK).unlink(missing_ok=True)
+    if folder.exists():
+        shutil.rmtree(folder)
+
+
+def _steps(folder: Path) -> int:
+    return int(folder.name.removeprefix("step_"))
 
 
 def whole(output: Path) -> list[Path]:
     """Checkpoints that can be resumed from, oldest first."""
     marks = (output / "checkpoints").glob(f"step_*/{MARK}")
-    return sorted((m.parent for m in marks), key=lambda p: int(p.name.removeprefix("step_")))
+    return sorted((m.parent for m in marks), key=_steps)
 
 
 def find(resume: str, output: Path, place: Placement) -> Saved:

@@ -8,11 +8,12 @@ import re
 import statistics
 import warnings
 from collections import deque
+from contextlib import nullcontext
 from pathlib import Path
 from typing import IO, Any
 
 from batch import Group
-from metrics import MetricsConfig
+from metrics import Clock, MetricsConfig
 
 
 def _number(x: float) -> str:
@@ -89,8 +90,9 @@ class Log:
     is dropped: a step has one line.
     """
 
-    def __init__(self, cfg: MetricsConfig, output: Path, enabled: bool, total_steps: int | None):
-        self.cfg, self.output, self.enabled, self.total_steps = cfg, output, enabled, total_steps
+    def __init__(self, cfg: MetricsConfig, output: Path, enabled: bool, total_steps: int | None, clock: Clock | None = None):
+        """clock: counts what writing takes as the phase "log", of the step that follows."""
+        self.cfg, self.output, self.enabled, self.total_steps, self._clock = cfg, output, enabled, total_steps, clock
         self._opened = False
         self._last: int | None = None  # step written
         self._file: IO[str] | None = None
@@ -120,13 +122,16 @@ class Log:
 
             self._board = SummaryWriter(str(self.output / "tensorboard"), purge_step=step)
 
-    def step(self, step: int, values: dict[str, float]) -> None:
+    def step(self, step: int, values: dict[str, float], groups: list[Group] | None = None) -> None:
         """One line everywhere. A value that is not finite becomes null in the JSON, with one warning a name.
 
         An evaluation before the first or after the last step is an object of its own, with eval/* alone.
         """
-        if not self.enabled:
-            return
+        if self.enabled and values:
+            with self._clock.phase("log") if self._clock else nullcontext():
+                self._write(step, values, groups)
+
+    def _write(self, step: int, values: dict[str, float], groups: list[Group] | None) -> None:
         if not self._opened:
             self.resume_at(step)
         assert self._last is None or step >= self._last, f"step {step} is written after step {self._last}"
@@ -134,7 +139,7 @@ class Log:
         for name in sorted(n for n, v in values.items() if not math.isfinite(v)):
             if name not in self._warned:
                 self._warned.add(name)
-                warnings.warn(f"{name} is {values[name]} at step {step}; metrics.jsonl holds null for it", stacklevel=2)
+                warnings.warn(f"{name} is {values[name]} at step {step}; metrics.jsonl holds null for it", stacklevel=3)
         if self._file:
             finite = {n: v if math.isfinite(v) else None for n, v in values.items()}
             print(json.dumps({"step": step, **finite}, allow_nan=False), file=self._file, flush=True)
@@ -143,6 +148,8 @@ class Log:
                 self._board.add_scalar(name, value, step)
             self._board.flush()
         self._print(step, values)
+        if groups:
+            self.samples(step, groups)
 
     def _print(self, step: int, values: dict[str, float]) -> None:
         if "time/step" in values:

@@ -24,7 +24,7 @@ from batch import Group
 TOKEN_MEANS = tuple("entropy/mean entropy/nll kl/ref_k3 kl/old clip/high clip/low ratio/mean mismatch/abs_mean".split())
 TOKEN_MAXIMA = ("ratio/max", "mismatch/abs_max")
 CPU = torch.device("cpu")
-PHASES = ("generate", "reward", "logp_ref", "train", "sync", "ckpt", "wait", "eval")
+PHASES = ("generate", "reward", "logp_ref", "train", "sync", "ckpt", "wait", "eval", "log")
 STOP_REASONS = ("eos", "stop_string", "length", "abort")
 
 

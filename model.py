@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import attention
 from batch import IDLE, Batch, Episode, plan_rows, to_batch
 from head import logprobs_from_hidden
+from parallel.memory import explained
 from parallel.placement import device_of, holds, share
 from parallel.plans import parallelize
 
@@ -29,8 +30,20 @@ class ModelSource:
     name: str
     revision: str | None = None
 
+    def read(self, auto: Any, **options: Any) -> Any:
+        """What `auto.from_pretrained` makes of the checkpoint. ValueError where it is missing or incomplete."""
+        try:
+            return auto.from_pretrained(self.name, revision=self.revision, **options)
+        except OSError as error:
+            is_path = self.name.startswith(("/", ".", "~"))
+            reason = "there is no such folder" if is_path and not Path(self.name).is_dir() else str(error).strip().partition("\n")[0]
+            raise ValueError(
+                f"model={self.name} cannot be loaded: {reason.rstrip('.')}. Give a folder with config.json, tokenizer and weights, or "
+                f"a model's id on the Hugging Face Hub (without a network: set HF_HOME to a cache that holds it)"
+            ) from error
+
     def tokenizer(self) -> Any:
-        tokenizer = AutoTokenizer.from_pretrained(self.name, revision=self.revision)
+        tokenizer = self.read(AutoTokenizer)
         if tokenizer.pad_token_id is None:
             tokenizer.pad_token = tokenizer.eos_token
         return tokenizer
@@ -54,7 +67,7 @@ class ResponseLogprobs(nn.Module):
             input_ids=batch.token_ids[None],
             position_ids=batch.positions[None],
             use_cache=False,
-            segments=attention.Segments.of(batch.cu_seqlens, batch.max_seqlen),
+            segments=attention.Segments(batch.cu_seqlens, batch.max_seqlen),
         ).last_hidden_state[0]
         head = self.lm.get_output_embeddings()
         softcap = self.lm.config.get_text_config().to_dict().get("final_logit_softcapping")
@@ -89,14 +102,13 @@ class Model:
         if not holds(mesh):
             return
         self.device = device_of(mesh)
-        lm = AutoModelForCausalLM.from_pretrained(
-            source.name, revision=source.revision, dtype="auto", attn_implementation=attention.NAME
-        )
+        lm = self.source.read(AutoModelForCausalLM, dtype="auto", attn_implementation=attention.NAME)
         if not trainable:
             lm.requires_grad_(False)
         self._module = ResponseLogprobs(lm, temperature)
         weights = torch.float32 if trainable else self.dtype
-        self.tp_partial = parallelize(self._module, lm, mesh, self.device, weights=weights, compute=self.dtype)
+        with explained("loading the model", "the model's size, or give its role more ranks (services, parallelism)"):
+            self.tp_partial = parallelize(self._module, lm, mesh, self.device, weights=weights, compute=self.dtype)
 
     @property
     def is_local(self) -> bool:
@@ -121,6 +133,7 @@ class Model:
         return [[episodes[i] for i in row] or [IDLE] for rows in share(plan, self.mesh) for row in rows]
 
     @torch.no_grad()
+    @explained("scoring", "training.max_tokens_per_batch, training.seq_len or generator.gpu_memory_utilization")
     def logprobs(self, episodes: list[Episode]) -> list[np.ndarray]:
         """Log-probs of the response tokens, [R] each, of this rank's share of `episodes`. Collective over the mesh."""
         if not self.is_local:

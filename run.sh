@@ -49,7 +49,7 @@ need_libnuma() {
   { apt-get update -qq && apt-get install -y -qq libnuma1; } >&2 || die "apt-get cannot install libnuma1"
 }
 pip_install() {
-  local quiet=-q
+  local quiet=-qq
   if [[ -t 1 && -t 2 ]]; then quiet=""; fi # a person sees progress, a log what went wrong
   .venv/bin/python -m pip install ${quiet:+"$quiet"} --disable-pip-version-check "$@" >&2
 }
@@ -89,10 +89,9 @@ set_up() {
   # This file is the lock: a second run.sh, also on another node of a shared folder, waits and then installs nothing.
   (
     flock -n 9 || { say "another run.sh is setting up; waiting for it"; flock 9; }
-    if [[ $(cat .venv/stack 2>&1) != "$stack" ]] || ! .venv/bin/python -m pip --version >/dev/null 2>&1; then
-      make_venv
-      echo "$stack" >.venv/stack
-    fi
+    there=$(cat .venv/stack 2>/dev/null || echo "$stack") # a .venv that a user made is added to
+    if [[ $there != "$stack" ]] || ! .venv/bin/python -m pip --version >/dev/null 2>&1; then make_venv; fi
+    echo "$stack" >.venv/stack
     install_requirements "$stack"
     if [[ -n ${1:-} ]]; then install_requirements dev; fi
   ) 9<>run.sh

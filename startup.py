@@ -7,8 +7,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
-
 import config
 from config import Call
 from data import DatasetConfig
@@ -33,7 +31,7 @@ class GRPOConfig:
     max_policy_age: int = 0  # versions between sampling and training; 1 or more samples ahead, while other ranks train
     old_logprobs: Literal["auto", "trainer", "sampler"] = "auto"  # the ratio's denominator; auto: trainer for fresh data used once
     mask_truncated: bool = False  # true: answers cut off by the length limit do not count in the loss
-    seeded_sampling: Literal["auto", "always", "never"] = "auto"  # a seed per sample, so that ranks do not matter; auto: on a CPU
+    seeded_sampling: Literal["auto", "always", "never"] = "auto"  # a seed for each sample; auto: on a CPU, and where torch is deterministic
 
     def check(self) -> None:
         if self.n_samples < 1:
@@ -46,11 +44,6 @@ class GRPOConfig:
             raise ValueError(f"max_new_tokens={self.max_new_tokens}: must be at least 1, or null")
         if self.max_policy_age < 0:
             raise ValueError(f"max_policy_age={self.max_policy_age}: must be 0 or more")
-
-    def sampling_seed(self, seed: int, device: torch.device) -> int | None:
-        """The run's seed where each sample gets one of its own, else None: on CUDA that costs 8 to 21 % of a decode step."""
-        seeded = self.seeded_sampling == "always" or (self.seeded_sampling == "auto" and device.type == "cpu")
-        return seed if seeded else None
 
     def rescores(self, training: TrainingConfig) -> bool:
         """Does the policy score a rollout before its first update? With one update its log-probs are those of the update's own pass."""
@@ -95,15 +88,6 @@ def required_dataset(dataset: DatasetConfig | None) -> DatasetConfig:
     return dataset
 
 
-def device_type(device: str) -> str:
-    """cuda or cpu. ValueError when a GPU is demanded and none is seen."""
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ValueError(
-            "device=cuda, but torch sees no GPU: set device: auto or cpu, or check the driver (nvidia-smi) and torch's CUDA build"
-        )
-    return "cuda" if device != "cpu" and torch.cuda.is_available() else "cpu"
-
-
 PLAN = "--plan"  # or --plan=N: print who does what on N ranks (default: as many as the config needs), and end
 
 
@@ -130,8 +114,8 @@ def plan_grpo(loss: Any, services: ServicesConfig | None, parallelism: Paralleli
 def make_plan(services: ServicesConfig | None, parallelism: ParallelismConfig, *, colocate: bool, wants_reference: bool) -> Plan | None:
     """`Plan.make` for the ranks that torchrun started, or for --plan's."""
     asked = next((a.partition("=")[2] for a in sys.argv[1:] if a.partition("=")[0] == PLAN), None)
-    if asked is not None and asked != "" and not asked.isdigit():
-        raise ValueError(f"{PLAN}={asked}: must be a number of ranks")
+    if asked is not None and asked != "" and not (asked.isdigit() and int(asked)):
+        raise ValueError(f"{PLAN}={asked}: must be a number of ranks, at least 1")
     started = int(os.environ.get("WORLD_SIZE", 1))
     size = started if asked is None else int(asked) if asked else None
     plan = Plan.make(services, parallelism, colocate=colocate, wants_reference=wants_reference, world_size=size)

@@ -14,32 +14,22 @@ from typing import Any, Literal
 
 import checkpoint
 import config
+import startup
 from batch import attach, to_episodes
 from checkpoint import CheckpointConfig
-from config import Call
 from data import DatasetConfig, PromptStream
 from log import Log
 from metrics import Clock, MetricsConfig, group_metrics, throughput
 from model import Model, ModelSource
 from parallel.exchange import everyone
 from parallel.launch import launch
+from parallel.memory import usage
 from parallel.placement import ParallelismConfig, Placement, ServicesConfig
 from parallel.weights import stream_weights
 from rollout.ahead import Rollouts
 from rollout.evaluate import EvalConfig, HeldOut
-from rollout.generator import Generator, GeneratorConfig, Sampling
+from rollout.generator import Generator, GeneratorConfig, Sampling, sampling_seed
 from rollout.rewards import Scorer
-from startup import (
-    GRPOConfig,
-    arguments,
-    check_one_home,
-    device_type,
-    open_run,
-    plan_grpo,
-    required_dataset,
-    resolve_advantage,
-    resolve_loss,
-)
 from trainer import Trainer, TrainingConfig
 
 
@@ -48,9 +38,9 @@ class Config:
     model: str  # hub id, hf://org/name[@revision], or a folder
     dataset: DatasetConfig | None = None  # prompts to train on; null: enough for --plan
     training: TrainingConfig = field(default_factory=TrainingConfig)
-    grpo: GRPOConfig = field(default_factory=GRPOConfig)
-    loss: Call | None = None  # a loss class with its options, in place of grpo.clip_low, grpo.clip_high and grpo.beta
-    rewards: dict[str, Call] = field(default_factory=dict)  # by name: fn, weight (1.0) and the options of fn
+    grpo: startup.GRPOConfig = field(default_factory=startup.GRPOConfig)
+    loss: config.Call | None = None  # a loss class with its options, in place of grpo.clip_low, grpo.clip_high and grpo.beta
+    rewards: dict[str, config.Call] = field(default_factory=dict)  # by name: fn, weight (1.0) and the options of fn
     services: ServicesConfig | None = None  # ranks of each role; null: every role on every rank
     colocate: bool = False  # true: every role on every rank, whatever services says (generator.procs stays the engine's TP degree)
     parallelism: ParallelismConfig = field(default_factory=ParallelismConfig)
@@ -64,17 +54,17 @@ class Config:
     resume: str = "auto"  # auto: from the newest whole checkpoint in output; never; or a checkpoint's folder
 
     def check(self) -> None:
-        check_one_home(self.loss, self.grpo)
+        startup.check_one_home(self.loss, self.grpo)
 
 
 def main() -> None:
-    cfg = config.load(Config, arguments())
-    loss, advantage = resolve_loss(cfg.loss, cfg.grpo), resolve_advantage(cfg.grpo)
-    plan = plan_grpo(loss, cfg.services, cfg.parallelism, colocate=cfg.colocate)
+    cfg = config.load(Config, startup.arguments())
+    loss, advantage = startup.resolve_loss(cfg.loss, cfg.grpo), startup.resolve_advantage(cfg.grpo)
+    plan = startup.plan_grpo(loss, cfg.services, cfg.parallelism, colocate=cfg.colocate)
     if plan is not None:  # None: --plan has printed it, which needs neither data nor rewards
-        dataset, scorer = required_dataset(cfg.dataset), Scorer(cfg.rewards)
-        place = Placement.build(plan, device_type(cfg.device))
-        train(cfg, place, open_run(cfg, place), dataset, loss, advantage, scorer)
+        dataset, scorer = startup.required_dataset(cfg.dataset), Scorer(cfg.rewards)
+        place = Placement.build(plan, cfg.device)
+        train(cfg, place, startup.open_run(cfg, place), dataset, loss, advantage, scorer)
 
 
 def handles(cfg: Config, place: Placement, source: ModelSource, loss: Any) -> tuple[Model, Model | None, Trainer, Generator]:
@@ -84,7 +74,8 @@ def handles(cfg: Config, place: Placement, source: ModelSource, loss: Any) -> tu
     policy = spread(place.trainer, trainable=True)
     reference = spread(place.reference, trainable=False) if place.reference else None
     trainer = Trainer(policy, training, loss, importance_cap=2.0 if cfg.grpo.off_policy(training) else None)
-    generator = Generator(source, cfg.generator, place, dtype=training.dtype, seq_len=training.seq_len, seed=cfg.seed)
+    limits = {"seq_len": training.seq_len, "row_tokens": training.row_tokens}
+    generator = Generator(source, cfg.generator, place, dtype=training.dtype, seed=cfg.seed, **limits)
     return policy, reference, trainer, generator
 
 
@@ -94,7 +85,8 @@ def train(cfg: Config, place: Placement, output: Path, dataset: DatasetConfig, l
     saved = checkpoint.find(cfg.resume, output, place)
     read = partial(PromptStream, tokenizer=source.tokenizer(), max_prompt_tokens=training.seq_len - 1)  # a response token must fit
     prompts = read(dataset, seed=cfg.seed, epochs=training.passes, position=saved.position)
-    sampling = Sampling(grpo.temperature, grpo.max_new_tokens, tuple(grpo.stop), grpo.sampling_seed(cfg.seed, place.device))
+    seed = sampling_seed(grpo.seeded_sampling, cfg.seed, place.device)
+    sampling = Sampling(grpo.temperature, grpo.max_new_tokens, tuple(grpo.stop), seed)
     held_out = HeldOut(cfg.eval, read, sampling, place, clock)
 
     policy, reference, trainer, generator = handles(cfg, place, source, loss)
@@ -102,7 +94,7 @@ def train(cfg: Config, place: Placement, output: Path, dataset: DatasetConfig, l
     size = {"num_prompts": training.prompts_per_rollout, "n_samples": grpo.n_samples}
     rollouts = Rollouts(prompts, generator, scorer, sampling, place, clock, waiting=saved.waiting, **size)
     total = training.steps if training.steps is not None else prompts.steps_in_all(training.prompts_per_rollout)
-    log = Log(cfg.metrics, output, place.is_root, total)
+    log = Log(cfg.metrics, output, place.is_root, total, clock)
     log.resume_at(saved.step + 1 if saved.step else 0)
     step = published = saved.step  # steps done, and by the policy that the engines hold
 
@@ -115,6 +107,7 @@ def train(cfg: Config, place: Placement, output: Path, dataset: DatasetConfig, l
     publish()
     if step == 0:
         log.step(step, held_out.evaluate(generator, scorer))
+    clock.reduce(place.objects)  # what came before the first step is no part of it
     while total is None or step < total:
         # 1. Give every rank every group. From here to the update all ranks compute the same thing.
         groups = rollouts.next()
@@ -143,11 +136,9 @@ def train(cfg: Config, place: Placement, output: Path, dataset: DatasetConfig, l
             published = publish()
         if checkpoint.is_due(step, cfg.checkpoint, training.sync_interval) and step != total:
             checkpoint.save(output, step, trainer, place, cfg.checkpoint, clock, position=prompts.position, waiting=rollouts.waiting())
-        if held_out.is_due(step) and step != total:
-            numbers |= held_out.evaluate(generator, scorer)
+        numbers |= held_out.evaluate(generator, scorer) if held_out.is_due(step, training.sync_interval) and step != total else {}
         times = clock.reduce(place.objects)
-        log.step(step, numbers | times | throughput(groups, times, place.plan.num_generators, place.plan.num_trainers))
-        log.samples(step, groups)
+        log.step(step, numbers | times | throughput(groups, times, *place.plan.counts) | usage(place.device, generator.live_bytes), groups)
 
     if published != step:
         publish()

@@ -6,6 +6,8 @@ The model, packing, trainer, checkpoints and metrics of train_grpo.py; the episo
 the loss is the mean negative log-likelihood of the completion's tokens over the whole step.
 """
 
+import statistics
+from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -21,7 +23,7 @@ from metrics import Clock, MetricsConfig
 from model import Model, ModelSource
 from parallel.launch import launch
 from parallel.placement import ParallelismConfig, Placement
-from startup import arguments, device_type, make_plan, open_run
+from startup import arguments, make_plan, open_run
 from trainer import Trainer, TrainingConfig
 
 
@@ -36,6 +38,7 @@ class Config:
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: cuda where there is one
     seed: int = 0  # of the data's order
     output: Path | None = None  # folder of the run; null: runs/<name of the config file>
+    stop_at_loss: float | None = None  # end early, once the mean loss of the last 10 steps is at most this; null: never
     resume: str = "auto"  # auto: from the newest whole checkpoint in output; never; or a checkpoint's folder
 
     def check(self) -> None:
@@ -48,7 +51,7 @@ def main() -> None:
     cfg = config.load(Config, arguments())
     plan = make_plan(None, cfg.parallelism, colocate=True, wants_reference=False)
     if plan is not None:  # None: --plan has printed it
-        place = Placement.build(plan, device_type(cfg.device))
+        place = Placement.build(plan, cfg.device)
         train(cfg, place, open_run(cfg, place))
 
 
@@ -58,22 +61,18 @@ def train(cfg: Config, place: Placement, output: Path) -> None:
     tokenizer = source.tokenizer()
     saved = checkpoint.find(cfg.resume, output, place)
     rows = PromptStream(
-        cfg.dataset,
-        tokenizer,
-        seed=cfg.seed,
-        max_prompt_tokens=training.seq_len - 1,  # a token of the completion must fit
-        position=saved.position,
-        epochs=training.passes,
-        target=str.strip,
+        cfg.dataset, tokenizer, seed=cfg.seed, max_prompt_tokens=training.seq_len - 1, epochs=training.passes,
+        position=saved.position, target=str.strip,
     )
     policy = Model(source, place.trainer, trainable=True, dtype=training.dtype, temperature=1.0, max_tokens=training.row_tokens)
     trainer = Trainer(policy, training, NLLLoss())
     checkpoint.restore(saved, trainer, place)
 
     total = training.steps if training.steps is not None else rows.steps_in_all(training.prompts_per_update)
-    log = Log(cfg.metrics, output, place.is_root, total)
+    log = Log(cfg.metrics, output, place.is_root, total, clock)
     log.resume_at(saved.step + 1 if saved.step else 0)
     step = saved.step  # steps done
+    recent: deque[float] = deque(maxlen=10)  # losses
     while total is None or step < total:
         taken = rows.take(training.prompts_per_update)
         episodes = [supervised(p.token_ids, encode_completion(tokenizer, p.target), training.seq_len) for p in taken]
@@ -82,9 +81,12 @@ def train(cfg: Config, place: Placement, output: Path) -> None:
         with clock.phase("train"):
             stats = trainer.train(episodes, step)
         step += 1
+        recent.append(stats["loss/policy"])
         if checkpoint.is_due(step, cfg.checkpoint, 1) and step != total:
             checkpoint.save(output, step, trainer, place, cfg.checkpoint, clock, position=rows.position, waiting=[])
-        log.step(step, stats | {"data/epoch": rows.epoch, "data/tokens": stats.get("loss/tokens", 0)} | clock.reduce(place.objects))
+        log.step(step, stats | {"data/epoch": rows.epoch, "data/tokens": stats["loss/tokens"]} | clock.reduce(place.objects))
+        if cfg.stop_at_loss is not None and len(recent) == recent.maxlen and statistics.fmean(recent) <= cfg.stop_at_loss:
+            break
     if step > saved.step:
         checkpoint.save(output, step, trainer, place, cfg.checkpoint, clock, position=rows.position, waiting=[])
     if cfg.checkpoint.export_hf:

@@ -20,6 +20,7 @@ from losses.contract import forward_arguments, is_whole_batch, token_weights, wh
 from losses.kl import k3
 from metrics import TOKEN_MAXIMA, TOKEN_MEANS, TokenStats
 from model import Model, Row
+from parallel.memory import explained
 
 
 @dataclass(kw_only=True)
@@ -117,7 +118,8 @@ class Trainer:
         parts: list[list[Episode]] = [[] for _ in range(self.cfg.updates_per_rollout)]
         for e in episodes:
             parts[e.group * len(parts) // groups].append(e)
-        results = [self.update(part, step) for part in parts if part]
+        with explained("training", "training.max_tokens_per_batch, training.seq_len or generator.gpu_memory_utilization"):
+            results = [self.update(part, step) for part in parts if part]
         return {
             name: value if name.startswith("mismatch/") else (max if name.endswith("/max") else statistics.fmean)(r[name] for r in results)
             for name, value in results[0].items()
@@ -224,7 +226,8 @@ class Trainer:
         (gradient,) = torch.autograd.grad(value, logprobs)
         rows_of = gradient.cpu().numpy()
         gradients = {id(e): rows_of[i, : e.num_response_tokens] for i, e in enumerate(episodes)}
-        return WholeBatch(value.item(), gradients, 1 / max(sum(lengths), 1))
+        known_value = value.item() if any(lengths) else 0.0  # a mean over no tokens is NaN; its gradient is 0
+        return WholeBatch(known_value, gradients, 1 / max(sum(lengths), 1))
 
     @torch.no_grad()
     def _step(self, step: int) -> dict[str, float]:
@@ -334,34 +337,49 @@ def _inputs(episodes: list[Episode], device: torch.device) -> dict[str, Tensor |
 
 
 def _from_dictionaries(inputs: dict[str, Tensor], targets: dict[str, Tensor], pad_token_id: int) -> list[Episode]:
-    tokens, response, mask = inputs["tokens"], targets["response"], targets["padding_mask"]
+    _check_dictionaries(inputs, targets)
+    given = {name: tensor.detach().cpu() for name, tensor in (inputs | targets).items()}
+    tokens, response, mask = given["tokens"].long(), given["response"].long(), given["padding_mask"].float()
     batch, width = response.shape
-    if tokens.shape[0] != batch or mask.shape != response.shape or tokens.shape[1] <= width:
-        raise ValueError(
-            f"train_step: tokens {list(tokens.shape)} must be [B, P + T], response and padding_mask [B, T]; "
-            f"got {list(response.shape)} and {list(mask.shape)}"
-        )
     if not torch.equal(tokens[:, -width:][mask.bool()], response[mask.bool()]):
         raise ValueError("train_step: the last T columns of tokens must be the response (left-padded prompt, right-padded response)")
+    begun = (tokens[:, :-width] != pad_token_id).cumsum(1)
+    here = given["attention_mask"][:, :-width].bool() if "attention_mask" in given else begun.bool()
     episodes = []
     for b in range(batch):
-        prompt = tokens[b, :-width]
-        begun = (prompt != pad_token_id).cumsum(0).clamp(max=1)
-        here = inputs["attention_mask"][b, :-width] if "attention_mask" in inputs else begun
-        prompt = prompt[here.bool()]
+        prompt = tokens[b, :-width][here[b]]
         if len(prompt) == 0:
             raise ValueError(f"train_step: row {b} has no prompt token")
         length = max(int(mask[b].nonzero().max()) + 1 if mask[b].any() else 1, 1)
 
         def column(name: str, row: int = b, length: int = length) -> np.ndarray:
-            return targets[name][row].expand(width)[:length].float().numpy()
+            return given[name][row].expand(width)[:length].float().numpy()
 
-        ids = torch.cat([prompt, response[b, :length]]).numpy().astype(np.int64)
-        episode = Episode(ids, len(prompt), mask[b, :length].float().numpy(), column("advantages"), group=b)
-        for name in {"gen_logprobs", "ref_logprobs", "old_logprobs"} & targets.keys():
+        ids = torch.cat([prompt, response[b, :length]]).numpy()
+        episode = Episode(ids, len(prompt), mask[b, :length].numpy(), column("advantages"), group=b)
+        for name in LOGPROBS & given.keys():
             attach(name, [episode], [column(name)])
         episodes.append(episode)
     return episodes
+
+
+LOGPROBS = {"gen_logprobs", "ref_logprobs", "old_logprobs"}  # what a target may hold besides what it must
+
+
+def _check_dictionaries(inputs: dict[str, Tensor], targets: dict[str, Tensor]) -> None:
+    needed = {"inputs": {"tokens"}, "targets": {"response", "padding_mask", "advantages"}}
+    for what, given, more in (("inputs", inputs, {"attention_mask"}), ("targets", targets, LOGPROBS)):
+        for name in sorted(needed[what] ^ given.keys()):
+            if name not in more:
+                known = ", ".join(sorted(needed[what] | more))
+                raise ValueError(f"train_step: {what} {'lack' if name in needed[what] else 'have an unknown'} {name}; their keys: {known}")
+    tokens, response = list(inputs["tokens"].shape), list(targets["response"].shape)
+    if len(response) != 2 or len(tokens) != 2 or tokens[0] != response[0] or tokens[1] <= response[1]:
+        raise ValueError(f"train_step: tokens {tokens} must be [B, P + T] with P >= 1, and response {response} [B, T]")
+    allowed = {"attention_mask": [tokens], "advantages": [response, [response[0], 1]]}
+    for name, tensor in (inputs | targets).items():
+        if list(tensor.shape) not in (shapes := allowed.get(name, [tokens if name == "tokens" else response])):
+            raise ValueError(f"train_step: {name} {list(tensor.shape)} must be {' or '.join(map(str, shapes))}")
 
 
 def _sharded(parameter: Tensor) -> DTensor:

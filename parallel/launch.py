@@ -2,11 +2,14 @@
 
 import os
 import sys
+import time
 import traceback
 from collections.abc import Callable
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
+
+ALONE_S = 30.0  # after which a rank that failed before the world existed, and still runs, is taken to be the only one that failed
 
 
 def launch(main: Callable[[], None]) -> None:
@@ -31,8 +34,9 @@ def launch(main: Callable[[], None]) -> None:
                 print(f"error: {error}", file=sys.stderr, flush=True)
             elif not isinstance(error, SystemExit):
                 print(f"rank {rank} failed:\n{traceback.format_exc()}", file=sys.stderr, flush=True)
-        elif dist.is_initialized():
+        else:
             print(f"rank {rank} stops because another rank failed ({type(error).__name__})", file=sys.stderr, flush=True)
+            time.sleep(1)  # for the rank that speaks: torchrun ends it when this one leaves
         _leave(1)
 
 
@@ -44,9 +48,15 @@ def finish() -> None:
 
 
 def _claim(rank: int) -> bool:
-    """Is this the rank that explains the failure? Before the world exists all ranks fail alike, and rank 0 speaks."""
+    """Is this the rank that explains the failure?
+
+    Before the world exists all ranks fail alike, and rank 0 speaks: the others give it time, since torchrun ends all of them when
+    one leaves. A rank that nobody has ended by then is alone with its error.
+    """
     if not dist.is_initialized():
-        return rank == 0
+        if rank != 0:
+            time.sleep(ALONE_S)
+        return True
     try:
         return c10d._get_default_store().add("drophammer/failed", 1) == 1
     except RuntimeError:  # the store has gone: whoever hosted it has failed and spoken

@@ -1,12 +1,18 @@
-"""Who is on the GPU when roles share one."""
+"""Who is on the GPU when roles share one: decided from bytes at start, printed, and explained when it was wrong."""
 
 import logging
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from types import MappingProxyType
+from typing import Literal, NamedTuple
 
 import torch
 
 log = logging.getLogger(__name__)
 
 GIB = 2**30
+Residency = Literal["stays", "drops its KV cache", "sleeps"]
 
 
 def empty_cache() -> None:
@@ -15,20 +21,105 @@ def empty_cache() -> None:
         torch.cuda.empty_cache()
 
 
-def fits_beside(device: torch.device, shared: bool) -> bool:
-    """May a started engine stay in memory while the trainer on the same GPU works?
+def allocated(device: torch.device) -> int:
+    """Bytes of live tensors on the GPU; 0 on a CPU."""
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
 
-    It may where what is free with the engine and the policy's weights in place still holds the trainer's state and activations:
-    gradients and two moments (3 x the fp32 weights) and as much again. Otherwise the engine sleeps while the trainer works.
+
+def capacity(device: torch.device) -> int:
+    """Bytes of the GPU's memory, in use or not; 0 on a CPU."""
+    return torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else 0
+
+
+class TrainingBytes(NamedTuple):
+    """What the trainer will take on one GPU beside its weights."""
+
+    kept: int  # from step to step: AdamW's moments
+    peak: int  # at most, `kept` included
+
+
+def training_bytes(weights: int, *, hidden: int, intermediate: int, heads: int, layers: int, tokens: int) -> TrainingBytes:
+    """For `weights` bytes of fp32 shards and rows of `tokens`, before anything was trained. heads: width of q, k and v together.
+
+    Two moments and gradients are 3 x `weights`, the gathered bf16 weights at most half as much again. Activations of one row without
+    checkpointing, in bf16 vectors a token and layer of transformers' eager blocks: about 10 of the hidden, 4 of the intermediate and
+    3 of the heads' width (docs/results.md compares with what was measured). The head's chunks: 2 GiB.
+    """
+    activations = 2 * layers * tokens * (10 * hidden + 4 * intermediate + 3 * heads)
+    return TrainingBytes(2 * weights, int(3.5 * weights) + activations + 2 * GIB)
+
+
+def residency(device: torch.device, needed: TrainingBytes, kv_cache: int) -> Residency:
+    """What a started engine does while the trainer on the same GPU works, given the bytes that the trainer will need.
+
+    It stays where those are free beside it; it drops its KV cache (`kv_cache` bytes) where that is enough; otherwise it sleeps.
+    ValueError when the two do not fit even between the trainer's steps.
+    """
+    free, total = torch.cuda.mem_get_info(device)
+    free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    if free < needed.kept:
+        raise ValueError(
+            f"out of GPU memory while starting: {needed.kept / GIB:.2f} GiB needed for the optimizer's moments, {free / GIB:.2f} GiB of "
+            f"{total / GIB:.2f} GiB free beside the engine. Lower generator.gpu_memory_utilization"
+        )
+    choice: Residency = "stays" if free > needed.peak else "drops its KV cache" if free + kv_cache > needed.peak else "sleeps"
+    log.info(
+        "engine and trainer share a GPU of %.1f GiB: %.1f GiB are free beside the engine, whose KV cache has %.1f GiB; training is "
+        "expected to take %.1f GiB more, so the engine %s while the policy trains",
+        *(total / GIB, free / GIB, kv_cache / GIB, needed.peak / GIB, choice),
+    )
+    return choice
+
+
+def usage(device: torch.device, engine: int = 0) -> dict[str, float]:
+    """GiB of this rank's GPU: live tensors, their peak since the last call, and all that is in use on the device. {} on a CPU.
+
+    engine: bytes of the engine's live tensors, which the first two leave out: torch counts them also while the engine sleeps and
+    their memory is the trainer's.
     """
     if device.type != "cuda":
-        return True
+        return {}
     free, total = torch.cuda.mem_get_info(device)
-    weights = torch.cuda.memory_allocated(device)  # the engine's pool is outside torch's caching allocator when it can sleep
-    stays = not shared or free > 6 * weights + total // 4
-    if shared:
-        log.info(
-            "engine and trainer share a GPU of %.1f GiB, %.1f GiB free beside the engine: it %s while the policy trains",
-            total / GIB, free / GIB, "stays" if stays else "sleeps",
-        )
-    return stays
+    peak = torch.cuda.max_memory_allocated(device) - engine
+    torch.cuda.reset_peak_memory_stats(device)
+    numbers = {"allocated": torch.cuda.memory_allocated(device) - engine, "peak": peak, "used": total - free}
+    return {f"mem/{name}_gib": count / GIB for name, count in numbers.items()}
+
+
+# What CUDA's libraries say besides torch.OutOfMemoryError.
+SIGNS = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+
+
+@contextmanager
+def explained(
+    phase: str, keys: str, *, needed: int = 0, others: Mapping[str, str] = MappingProxyType({})
+) -> Iterator[None]:
+    """Turn running out of GPU memory inside into one message: the phase, the bytes needed and free, and the `keys` to lower.
+
+    needed: bytes, where the error will not say. others: errors of a library that mean the same, by their first words, and what to
+    do about each.
+    """
+    try:
+        yield
+    except (RuntimeError, ValueError) as error:
+        said = str(error)
+        remedy = next((what for words, what in others.items() if words in said), None)
+        if remedy is not None:
+            detail = f" ({said.partition('. ')[0]})"
+        elif any(sign in said for sign in SIGNS):
+            remedy, detail = f"Lower {keys}", ""
+        else:
+            raise
+        asked = re.search(r"Tried to allocate ([\d.]+ \w+)", said)
+        size = asked[1] if asked else f"{needed / GIB:.2f} GiB" if needed else "more than there is"
+        kind, state = _state()
+        raise ValueError(f"out of {kind} memory while {phase}: {size} needed{detail}{state}. {remedy}") from error
+
+
+def _state() -> tuple[str, str]:
+    """Whose memory it is, and how much of it is free."""
+    if not torch.cuda.is_initialized():
+        return "the engine's", ""
+    free, total = torch.cuda.mem_get_info()
+    live = torch.cuda.memory_allocated()
+    return "GPU", f", {free / GIB:.2f} GiB of {total / GIB:.2f} GiB free, {live / GIB:.2f} GiB in live tensors of this process"

@@ -87,12 +87,9 @@ class Plan:
     reference: RolePlan | None
 
     @property
-    def num_trainers(self) -> int:
-        return len(self.trainer.ranks)
-
-    @property
-    def num_generators(self) -> int:
-        return len(self.generator.ranks)
+    def counts(self) -> tuple[int, int]:
+        """Ranks that generate, ranks that train."""
+        return len(self.generator.ranks), len(self.trainer.ranks)
 
     @classmethod
     def make(
@@ -193,16 +190,17 @@ class Placement:
     weights: dist.ProcessGroup | None  # the trainer's first rank and the generator's ranks that do not train
 
     @classmethod
-    def build(cls, plan: Plan, device_type: str, *, timeout: timedelta = timedelta(minutes=60)) -> "Placement":
-        """Start the world. Collective: every rank makes every mesh and group, in this order."""
+    def build(cls, plan: Plan, device: str, *, timeout: timedelta = timedelta(minutes=60)) -> "Placement":
+        """Start the world. device: auto, cpu or cuda. Collective: every rank makes every mesh and group, in this order."""
+        device_type = _device_type(device)
         if "RANK" not in os.environ:  # started as a plain script: a world of one
             os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(_free_port()))
         if device_type == "cuda":
-            device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
-            torch.cuda.set_device(device)
-            dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device, timeout=timeout)
+            here = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+            torch.cuda.set_device(here)
+            dist.init_process_group("cpu:gloo,cuda:nccl", device_id=here, timeout=timeout)
         else:
-            device = torch.device("cpu")
+            here = torch.device("cpu")
             dist.init_process_group("gloo", timeout=timeout)
         if dist.get_world_size() != plan.world_size:
             raise ValueError(f"the plan is for {plan.world_size} ranks and torchrun started {dist.get_world_size()}")
@@ -219,7 +217,7 @@ class Placement:
         root = plan.trainer.ranks[0]
         receivers = [r for r in plan.generator.ranks if r not in plan.trainer.ranks]
         weights = dist.new_group([root, *receivers]) if receivers else None
-        return cls(plan, device, trainer, generator, reference, objects, trainer_group, replica, weights)
+        return cls(plan, here, trainer, generator, reference, objects, trainer_group, replica, weights)
 
     @property
     def root(self) -> int:
@@ -253,6 +251,15 @@ def shares_ranks(a: DeviceMesh, b: DeviceMesh) -> bool:
 def device_of(mesh: DeviceMesh) -> torch.device:
     """Where this rank's part of a model on `mesh` lives."""
     return torch.device("cuda", torch.cuda.current_device()) if mesh.device_type == "cuda" else torch.device(mesh.device_type)
+
+
+def _device_type(device: str) -> str:
+    """cuda or cpu. ValueError when a GPU is demanded and none is seen."""
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError(
+            "device=cuda, but torch sees no GPU: set device: auto or cpu, or check the driver (nvidia-smi) and torch's CUDA build"
+        )
+    return "cuda" if device != "cpu" and torch.cuda.is_available() else "cpu"
 
 
 def _free_port() -> int:

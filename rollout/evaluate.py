@@ -19,7 +19,7 @@ EVAL_SEED = 1_000_003  # added to the run's seed, so that no prompt is evaluated
 @dataclass(kw_only=True)
 class EvalConfig:
     dataset: DatasetConfig | None = None  # held-out prompts, in the form of `dataset`; null: no evaluation
-    every: int = 0  # steps between evaluations, besides the first and the last; 0: only those
+    every: int = 0  # steps between evaluations, put off to a step that syncs the weights, besides the first and last; 0: only those
     n_samples: int = 1  # completions per prompt
     temperature: float = 0.0  # 0: greedy
     max_prompts: int | None = None  # the first so many prompts of the dataset; null: all
@@ -57,8 +57,10 @@ class HeldOut:
         if cfg.dataset is not None:
             self._prompts = read(cfg.dataset, seed=0, epochs=1).take(cfg.max_prompts or sys.maxsize)
 
-    def is_due(self, step: int) -> bool:
-        return bool(self._cfg.every) and step % self._cfg.every == 0
+    def is_due(self, step: int, sync_interval: int) -> bool:
+        """Whether an evaluation falls after `step` steps: every `every`, put off to the next step that publishes the policy."""
+        every = self._cfg.every
+        return every > 0 and step % sync_interval == 0 and step // every > (step - sync_interval) // every
 
     def evaluate(self, generator: Generator, scorer: Scorer) -> dict[str, float]:
         """Mean reward, and accuracy: the share of answers to which the first reward gave 1 or more; {} without prompts.

@@ -20,7 +20,7 @@ from transformers import AutoConfig
 
 from batch import Completion, Group, Prompt
 from model import ModelSource
-from parallel.memory import empty_cache, fits_beside
+from parallel.memory import Residency, allocated, capacity, empty_cache, explained, residency, training_bytes
 from parallel.placement import Placement, holds, share, shares_ranks
 from parallel.sub_world import OwnRandomState, random_state, sub_world
 from parallel.weights import Bucket, checksum
@@ -61,17 +61,33 @@ def sample_seed(run_seed: int, prompt_index: int, sample_index: int) -> int:
     return int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little") >> 2
 
 
+def sampling_seed(mode: str, run_seed: int, device: torch.device) -> int | None:
+    """`run_seed` where each sample gets a seed of its own, else None. mode: grpo.seeded_sampling.
+
+    On CUDA a seed on every request costs 8 to 21 % of a decode step, so `auto` gives them there in torch's deterministic mode only.
+    """
+    wanted = device.type == "cpu" or torch.are_deterministic_algorithms_enabled()
+    return run_seed if mode == "always" or (mode == "auto" and wanted) else None
+
+
 class Generator:
     """A handle every rank holds. Outside its mesh there is no engine, its share of prompts is [] and its methods do nothing."""
 
-    def __init__(self, source: ModelSource, cfg: GeneratorConfig, place: Placement, *, dtype: str, seq_len: int, seed: int):
-        """Start the engine with weights still to be loaded. Collective over each replica."""
+    def __init__(
+        self, source: ModelSource, cfg: GeneratorConfig, place: Placement, *, dtype: str, seq_len: int, row_tokens: int = 16384, seed: int
+    ):
+        """Start the engine with weights still to be loaded. Collective over each replica.
+
+        row_tokens: of the trainer's forward pass; where it shares the GPU they decide whether the engine must make room.
+        """
         self.mesh: DeviceMesh = place.generator
         self.seq_len = seq_len
         self.version = -1  # of the policy loaded last; -1: none yet, generate refuses
         self.dtype = getattr(torch, cfg.dtype or dtype)
         self._llm: Any = None
         self._kv_asleep = False
+        self._residency: Residency = "stays"  # while the policy trains
+        self.live_bytes = 0  # of the engine's tensors on the GPU, as torch counts them
         if not holds(self.mesh):
             return
         assert place.replica is not None
@@ -80,6 +96,7 @@ class Generator:
         self._tokenizer = source.tokenizer()
         self._sleeps = place.device.type == "cuda" and shares_ranks(self.mesh, place.trainer)
         index = self.mesh.get_local_rank("dp")
+        weights = allocated(place.device)
         arguments = self._arguments(source, cfg, place) | {"seed": seed + index} | cfg.engine
         threads, set_threads, precision = torch.get_num_threads(), torch.set_num_threads, torch.get_float32_matmul_precision()
         with self._inside():
@@ -90,14 +107,20 @@ class Generator:
             known = {f.name for f in fields(EngineArgs)}
             if unknown := sorted(set(cfg.engine) - known):
                 raise ValueError(f"generator.engine.{unknown[0]}: vLLM has no such engine argument")
-            self._llm = LLM(**arguments)
+            keys = "generator.gpu_memory_utilization, training.seq_len or generator.max_num_seqs"
+            engine_bytes = int(capacity(place.device) * cfg.gpu_memory_utilization)
+            with explained("starting the engine", keys, needed=engine_bytes, others=TOO_LITTLE_MEMORY):
+                self._llm = LLM(**arguments)
         torch.set_num_threads = set_threads  # vLLM replaces it by a function that only warns
         set_threads(threads)
         torch.set_float32_matmul_precision(precision)
-        self._can_stay = fits_beside(place.device, self._sleeps)
+        self.live_bytes = allocated(place.device) - weights
+        if self._sleeps:
+            needed = training_bytes(weights, tokens=row_tokens, **_widths(source))
+            self._residency = residency(place.device, needed, sum(block.handle[1] for block in _blocks("kv_cache")))
 
     def _arguments(self, source: ModelSource, cfg: GeneratorConfig, place: Placement) -> dict[str, Any]:
-        shape = AutoConfig.from_pretrained(source.name, revision=source.revision).get_text_config()
+        shape = _shape(source)
         tp, heads = self.mesh.size(1), shape.num_attention_heads
         if heads % tp:
             raise ValueError(f"services.generator.procs={tp} does not divide the model's {heads} attention heads")
@@ -166,7 +189,7 @@ class Generator:
                         seed=None if sampling.seed is None else sample_seed(sampling.seed, prompt.index, sample),
                     )
                 )
-        with self._inside():
+        with self._inside(), explained("sampling", "grpo.n_samples, training.seq_len or generator.gpu_memory_utilization"):
             outputs = iter(self._llm.generate(requests, params, use_tqdm=False))
         return [Group(p, [self._completion(next(outputs).outputs[0]) for _ in range(n_samples)]) for p in mine]
 
@@ -186,18 +209,37 @@ class Generator:
 
         until_load: new weights follow, so the old ones are dropped; otherwise they wait in host memory.
         """
-        if self._llm is None or not self._sleeps or self._can_stay:
+        if self._residency == "stays":
             yield
             return
+        whole = self._residency == "sleeps"
         with self._inside():
-            self._llm.sleep(level=2 if until_load else 1)
+            if whole:
+                self._llm.sleep(level=2 if until_load else 1)
+            else:
+                _release("kv_cache")
+        self._kv_asleep = True
         yield
         empty_cache()
+        if whole:
+            self._wake("weights", self._llm)
+        if not until_load:
+            self._wake_kv_cache()
+
+    def _wake(self, tag: str, sleeper: Any) -> None:
+        """sleeper: who was put to sleep, the engine or, where that knows nothing of it, its worker."""
+        needed = sum(block.handle[1] for block in _blocks(tag))
+        with self._inside(), explained("waking the engine", "generator.gpu_memory_utilization", needed=needed):
+            sleeper.wake_up(tags=[tag])
+
+    def _wake_kv_cache(self) -> None:
+        """Give the KV cache memory again, empty; whatever the prefix cache knew is gone."""
+        if self._kv_asleep:
+            self._wake("kv_cache", self._llm if self._residency == "sleeps" else self._worker())
+        self._kv_asleep = False
         with self._inside():
-            self._llm.wake_up(tags=["weights"])
-            if not until_load:
-                self._llm.wake_up(tags=["kv_cache"])
-        self._kv_asleep = until_load
+            if not self._llm.reset_prefix_cache():
+                raise RuntimeError("vLLM did not reset its prefix cache: requests are still running")
 
     @torch.no_grad()
     def load(self, buckets: Iterator[Bucket], version: int) -> None:
@@ -214,12 +256,7 @@ class Generator:
                 model.load_weights((name, tensor) for name, tensor, _ in bucket)
         self._verify(model, expected)
         empty_cache()
-        with self._inside():
-            if self._kv_asleep:
-                self._llm.wake_up(tags=["kv_cache"])
-                self._kv_asleep = False
-            if not self._llm.reset_prefix_cache():
-                raise RuntimeError("vLLM did not reset its prefix cache: requests are still running")
+        self._wake_kv_cache()
         self.version = version
 
     def _verify(self, model: nn.Module, expected: dict[str, tuple[int, int]]) -> None:
@@ -244,8 +281,11 @@ class Generator:
             if rest or not copies or total != copies * want:
                 raise RuntimeError(f"weight sync: {name} in the engine differs from the trainer's (checksum {total} != {copies} x {want})")
 
+    def _worker(self) -> Any:
+        return self._llm.llm_engine.model_executor.driver_worker.worker
+
     def _model(self) -> nn.Module:
-        return self._llm.llm_engine.model_executor.driver_worker.worker.model_runner.get_model()
+        return self._worker().model_runner.get_model()
 
     def close(self) -> None:
         """End the engine before the world ends."""
@@ -282,6 +322,44 @@ def checkpoint_slices(model: nn.Module) -> dict[str, Tensor]:
             else:
                 slices[f"{path}.{kind}"] = parameter
     return slices
+
+
+def _shape(source: ModelSource) -> Any:
+    return AutoConfig.from_pretrained(source.name, revision=source.revision).get_text_config()
+
+
+def _widths(source: ModelSource) -> dict[str, int]:
+    """The sizes that decide about activations, as `training_bytes` takes them."""
+    shape = _shape(source)
+    head = getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads
+    heads = (shape.num_attention_heads + 2 * shape.num_key_value_heads) * head
+    return {"hidden": shape.hidden_size, "intermediate": shape.intermediate_size, "layers": shape.num_hidden_layers, "heads": heads}
+
+
+# How vLLM says that its memory does not suffice to start, and what to do about it.
+_RAISE = "Raise generator.gpu_memory_utilization (on a CPU generator.engine.kv_cache_memory_bytes)"
+TOO_LITTLE_MEMORY = {
+    "Free memory on device": "Lower generator.gpu_memory_utilization, or end what else uses the GPU",
+    "No available memory for the cache": "The weights leave nothing of the engine's share. " + _RAISE,
+    "To serve at least one request": _RAISE + ", or lower training.seq_len",
+}
+
+
+def _blocks(tag: str) -> list[Any]:
+    """vLLM's sleepable allocations of one kind, "weights" or "kv_cache"; `handle[1]` is a block's bytes."""
+    from vllm.device_allocator import cumem
+
+    return [block for block in cumem.CuMemAllocator.get_instance().pointer_to_data.values() if block.tag == tag]
+
+
+def _release(tag: str) -> None:
+    """Give the memory of one kind of allocation back. vLLM 0.25 can only put the whole engine to sleep, so we do as its allocator does."""
+    from vllm.device_allocator import cumem
+
+    torch.cuda.synchronize()
+    for block in _blocks(tag):
+        cumem.unmap_and_release(block.handle)
+        block.is_asleep = True
 
 
 def _prepare_vllm(device_type: str, unique: str) -> None:

@@ -2,14 +2,13 @@
 
     OBSERVE=<folder> [REPLAY=<folder>] torchrun --nproc-per-node=3 tests/observe.py <config> [key=value ...]
 
-Every rank writes <folder>/rank_<r>.pkl, an `Observed`. Nothing is replaced, each observation point calls the code it stands
+Every rank writes <folder>/rank_<r>.pkl, which `read_observed` reads. Nothing is replaced, each observation point calls the code it stands
 before, but for one thing: with REPLAY the engines are left out and every generator rank answers its share of the prompts with
 the completions that an earlier observation holds. That is for layouts that differ in the trainer only.
 """
 
 import os
 import pickle
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -19,8 +18,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
-
-sys.path[0] = str(Path(__file__).resolve().parent.parent)  # as for a script beside train_grpo.py
 
 import train_grpo
 from batch import Episode, Group, Prompt
@@ -40,10 +37,8 @@ class Observed:
     gradient: dict[str, torch.Tensor] = field(default_factory=dict)  # of the first update, as AdamW gets it: whole tensors
 
 
-def share_of_digits(prompt: str, response: str, target: str) -> float:
-    """A reward that an untrained model earns in many different amounts: how large its digits are, and how many."""
-    digits = [int(c) for c in response if c.isdigit()]
-    return sum(digits) / (9 * len(response)) if digits else 0.0
+def read_observed(path: Path) -> Observed:
+    return Observed(**pickle.loads(path.read_bytes()))
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
@@ -76,7 +71,7 @@ def observe(seen: Observed) -> None:
             trainer._adamw.register_step_pre_hook(keep)
 
     train_grpo.to_episodes, train_grpo.attach = groups_and_advantages, logprobs
-    Trainer.__init__ = first_gradient  # type: ignore[method-assign]
+    Trainer.__init__ = first_gradient  # type: ignore[method-assign, assignment]
 
 
 class Replay:
@@ -109,21 +104,18 @@ class Replay:
 
 
 def recorded_groups(folder: Path) -> dict[int, Group]:
-    seen: Observed = pickle.loads((folder / "rank_0.pkl").read_bytes())
-    return {g.prompt.index: g for groups in seen.groups for g in groups}
+    return {g.prompt.index: g for groups in read_observed(folder / "rank_0.pkl").groups for g in groups}
 
 
 def observed(main: Callable[[], None], seen: Observed, folder: Path) -> Callable[[], None]:
     def run() -> None:
         main()
-        (folder / f"rank_{os.environ['RANK']}.pkl").write_bytes(pickle.dumps(seen))
+        (folder / f"rank_{os.environ['RANK']}.pkl").write_bytes(pickle.dumps(vars(seen)))
 
     return run
 
 
 if __name__ == "__main__":
-    sys.modules["observe"] = sys.modules["__main__"]
-    Observed.__module__ = "observe"
     seen, folder = Observed(), Path(os.environ["OBSERVE"])
     folder.mkdir(parents=True, exist_ok=True)
     observe(seen)

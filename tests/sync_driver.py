@@ -2,11 +2,12 @@
 
     torchrun --nproc-per-node=2 tests/sync_driver.py spec.json report.json
 
-The spec: `services` as in a config (absent: all roles on all ranks), and `cases`, a list of {name, run, ...}. `run` names one of
+The spec: `services`, `parallelism` and `colocate` as in a config, and `cases`, a list of {name, run, ...}. `run` names one of
 RUNS, the other keys are its arguments. The report: {name: [what the run returned, by rank]}.
 """
 
 import json
+import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -22,12 +23,11 @@ from torch.distributed.tensor import DTensor
 from torch.nn.functional import linear
 
 from batch import Episode, Group, Prompt, to_episodes
-from config import typed
 from losses import GRPOLoss
 from model import Model, ModelSource
 from parallel.exchange import everyone, from_each
 from parallel.launch import launch
-from parallel.placement import ParallelismConfig, Placement, Plan, ServicesConfig
+from parallel.placement import ParallelismConfig, Placement, Plan, ServiceConfig, ServicesConfig
 from parallel.weights import Bucket, NamedTensor, stream_weights
 from rollout.generator import Generator, GeneratorConfig, Sampling, checkpoint_slices
 from trainer import Trainer, TrainingConfig
@@ -58,7 +58,7 @@ class Job:
         policy = Model(
             source, place.trainer, dtype=training.dtype, temperature=TEMPERATURE, max_tokens=training.row_tokens, trainable=True
         )
-        trainer = Trainer(policy, training, GRPOLoss(), pad_token_id=tokenizer.pad_token_id)
+        trainer = Trainer(policy, training, GRPOLoss())
         settings = GeneratorConfig(dtype=engine_dtype, engine=engine or {})
         generator = Generator(source, settings, place, dtype=training.dtype, seq_len=SEQ_LEN, seed=seed)
         return cls(place, policy, trainer, generator, len(tokenizer))
@@ -158,9 +158,11 @@ def agreement(place: Placement, *, model: str, engine_dtype: str) -> dict[str, A
     }
     if job.generator._llm is not None:
         slices = checkpoint_slices(job.generator._model())
-        result["missing"] = sorted(tensors_in(model) ^ set(slices))
-        result["numel"] = {n: t.numel() for n, t in slices.items()}
-        result["different"] = [n for n, t in weights.items() if t.shape == slices[n].shape and not torch.equal(t, slices[n])]
+        result["misnamed"] = sorted(tensors_in(model) ^ set(slices))
+        result["tensors"] = len(slices)
+        whole = [n for n, t in weights.items() if t.shape == slices[n].shape]  # all on TP 1; {} where the policy is elsewhere
+        result["whole"] = len(whole)
+        result["different"] = [n for n in whole if not torch.equal(weights[n], slices[n])]
         linears = [m for m in job.generator._model().modules() if "cpu_linear" in vars(m)]
         result["packed"] = sum(m.cpu_linear is not linear or not m.weight.numel() for m in linears)
         result["linears"] = len(linears)
@@ -248,7 +250,7 @@ def prefix_cache(place: Placement, *, model: str) -> dict[str, Any]:
     """Field case WS-01, on one rank: a long prompt, again, again after a sync, and in a new engine with the new weights."""
     job = Job.start(place, model)
     job.publish()
-    asked = {"sampling": GREEDY, "n_samples": 1, "lengths": [LONG]}
+    asked: dict[str, Any] = {"sampling": GREEDY, "n_samples": 1, "lengths": [LONG]}
     result: dict[str, Any] = {}
     with watched(job.generator) as cached:
         old = job.sample(**asked)
@@ -334,9 +336,10 @@ RUNS = (agreement, violations, packed_head, prefix_cache, moved_embedding, sampl
 def main() -> None:
     spec_path, report_path = map(Path, sys.argv[1:])
     spec = json.loads(spec_path.read_text())
-    services = typed.convert(ServicesConfig, spec["services"], "services") if spec.get("services") else None
-    world = int(__import__("os").environ.get("WORLD_SIZE", 1))
-    plan = Plan.make(services, ParallelismConfig(), colocate=spec.get("colocate", False), wants_reference=False, world_size=world)
+    services = ServicesConfig(**{role: ServiceConfig(**options) for role, options in spec["services"].items()})
+    world = int(os.environ.get("WORLD_SIZE", 1))
+    parallelism = ParallelismConfig(**spec["parallelism"])
+    plan = Plan.make(services, parallelism, colocate=spec["colocate"], wants_reference=False, world_size=world)
     place = Placement.build(plan, "cpu")
     runs = {run.__name__: run for run in RUNS}
     report = {}

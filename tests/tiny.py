@@ -75,3 +75,8 @@ def write_additions(path: Path, count: int, *, first: int = 0, largest: int = 99
         lines.append(json.dumps({"prompt": f"{a}+{b}=", "answer": str(a + b)}))
     path.write_text("".join(f"{line}\n" for line in lines))
     return path
+
+
+def share_of_digits(prompt: str, response: str, target: str) -> float:
+    """A reward that an untrained model earns in many different amounts: how many of its characters are digits, and how large."""
+    return sum(int(c) for c in response if c.isdigit()) / (9 * max(len(response), 1))

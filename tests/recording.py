@@ -1,0 +1,30 @@
+"""A reward that writes down what it is asked, for tests that compare runs; and that can hang, so that a run can be killed there."""
+
+import json
+import os
+import time
+from pathlib import Path
+from zlib import crc32
+
+
+class Recording:
+    """A reward that depends on every character. `folder`/rank_<r>.jsonl has [prompt, response] of all that rank r scored, in order.
+
+    hang_after: scores, after which the rank leaves rank_<r>.hangs and waits to be killed; every rank's process and that of
+    torchrun are then in rank_<r>.pids.
+    """
+
+    def __init__(self, *, folder: str, hang_after: int | None = None):
+        self.path, self.hang_after, self.count = Path(folder) / f"rank_{os.environ.get('RANK', 0)}", hang_after, 0
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        if hang_after is not None:
+            self.path.with_suffix(".pids").write_text(f"{os.getpid()} {os.getppid()}")
+
+    def __call__(self, prompt: str, response: str, target: str) -> float:
+        if self.count == self.hang_after:
+            self.path.with_suffix(".hangs").touch()
+            time.sleep(3600)
+        self.count += 1
+        with open(self.path.with_suffix(".jsonl"), "a") as file:
+            print(json.dumps([prompt, response]), file=file)
+        return crc32(f"{prompt}{response}".encode()) % 8 / 8

@@ -1,0 +1,57 @@
+"""What is said when GPU memory runs out, and what is chosen from bytes; on the GPU itself tests/gpu/test_memory.py shows it."""
+
+import pytest
+import torch
+
+from parallel.memory import GIB, explained, training_bytes
+from rollout.generator import TOO_LITTLE_MEMORY
+
+CUDA_SAYS = (
+    "CUDA out of memory. Tried to allocate 2.32 GiB. GPU 0 has a total capacity of 139.80 GiB of which 1.10 GiB is free. "
+    "Including non-PyTorch memory, this process has 138.69 GiB memory in use."
+)
+VLLM_SAYS = (
+    "To serve at least one request with the model's max seq len (4096), (0.44 GiB KV cache is needed, which is larger than the "
+    "available KV cache memory (0.10 GiB). Try increasing `gpu_memory_utilization`."
+)
+
+
+def test_running_out_of_memory_names_the_phase_the_bytes_and_the_keys():
+    with pytest.raises(ValueError, match="while training: 2.32 GiB needed.*Lower training.seq_len") as caught:
+        with explained("training", "training.seq_len"):
+            raise torch.OutOfMemoryError(CUDA_SAYS)
+    assert isinstance(caught.value.__cause__, torch.OutOfMemoryError)
+
+
+def test_an_allocator_that_does_not_say_how_much_is_helped_out():
+    with pytest.raises(ValueError, match="while waking the engine: 40.00 GiB needed.*Lower generator.gpu_memory_utilization"):
+        with explained("waking the engine", "generator.gpu_memory_utilization", needed=40 * GIB):
+            raise RuntimeError("CUDA Error: out of memory at cumem_allocator.cpp:146")
+
+
+def test_what_vllm_says_about_its_start_keeps_its_numbers_and_gets_our_keys():
+    with pytest.raises(ValueError, match=r"0.44 GiB KV cache is needed.*Raise generator.gpu_memory_utilization.*training.seq_len$"):
+        with explained("starting the engine", "x", others=TOO_LITTLE_MEMORY):
+            raise ValueError(VLLM_SAYS)
+
+
+def test_it_is_explained_once():
+    with pytest.raises(ValueError, match="^out of .* memory while scoring"):
+        with explained("training", "a"), explained("scoring", "b"):
+            raise torch.OutOfMemoryError(CUDA_SAYS)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("a kernel failed"), ValueError("training.seq_len=0"), KeyError("x")])
+def test_other_errors_pass_unchanged(error):
+    with pytest.raises(type(error)) as caught:
+        with explained("training", "training.seq_len", others=TOO_LITTLE_MEMORY):
+            raise error
+    assert caught.value is error
+
+
+def test_the_trainers_bytes_are_near_what_a_qwen3_06b_took():
+    """Measured on one H200: 41.3 GiB at the peak, of which 2.2 GiB are the weights, with rows of up to 16,384 tokens."""
+    weights = 4 * 596_049_920
+    expected = training_bytes(weights, hidden=1024, intermediate=3072, heads=4096, layers=28, tokens=16384)
+    assert expected.kept == 2 * weights
+    assert expected.peak / GIB == pytest.approx(41.3 - 2.2, rel=0.1)

@@ -1,0 +1,186 @@
+"""Which ranks do what, from a configuration alone: the guide's files, and plans that do not fit."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import train_grpo
+
+ROOT = Path(__file__).parent.parent
+GUIDE = ROOT / "tests/data/guide"
+GIVEN = ["dataset.path=x.jsonl", "rewards.math=rollout.rewards.MathReward"]
+
+
+@pytest.fixture
+def planned(monkeypatch, capsys):
+    """`planned(arguments, ranks=None)`: what train_grpo prints, started by torchrun on `ranks`, or as a plain script."""
+
+    def plan(*arguments: str, ranks: int | None = None) -> str:
+        monkeypatch.setattr(sys, "argv", ["train_grpo.py", *map(str, arguments)])
+        if ranks is None:
+            monkeypatch.delenv("WORLD_SIZE", raising=False)
+        else:
+            monkeypatch.setenv("WORLD_SIZE", str(ranks))
+        train_grpo.main()
+        return capsys.readouterr().out
+
+    return plan
+
+
+EIGHT_RANKS = """\
+8 ranks
+  role        ranks          replicas x tensor parallel
+  trainer     0-3            2 FSDP shards x TP 2
+  ref_model   none
+  generator   4-7            1 engines x TP 4
+"""
+
+
+def test_the_guides_command_for_eight_gpus_is_planned_as_eight_ranks(planned):
+    command = ["--config", GUIDE / "distributed.yaml", "--trainer.procs", "4", "--generator.procs", "4"]
+    assert planned(*command, "--plan") == EIGHT_RANKS
+    assert planned(*command, "--plan=8") == EIGHT_RANKS
+    assert planned(*command, "--plan", ranks=2) == EIGHT_RANKS  # --plan says what is needed, wherever it is asked
+
+
+def test_a_plan_needs_no_model_data_reward_or_torchrun():
+    # The guide's file names a model that nobody can read without asking its owner, and neither data nor rewards.
+    command = [sys.executable, "train_grpo.py", "tests/data/guide/distributed.yaml", "trainer.procs=4", "generator.procs=4", "--plan"]
+    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")} | {"HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    assert (done.returncode, done.stdout, done.stderr) == (0, EIGHT_RANKS, "")
+
+
+CONTRADICTION = """\
+the services do not fit:
+  trainer    0-1            2 ranks
+  generator  2-3            2 ranks
+  - services.trainer.procs=2, but parallelism asks for tensor_parallel_degree=2 x data_parallel_shard_degree=2 = 4 ranks; \
+set services.trainer.procs: 4, or data_parallel_shard_degree: -1"""
+
+
+def test_the_guides_distributed_file_alone_is_refused_with_the_rank_table_and_the_remedy(planned):
+    for arguments in (["--plan"], []):
+        with pytest.raises(ValueError) as error:
+            planned(GUIDE / "distributed.yaml", *arguments, ranks=4)
+        assert str(error.value) == CONTRADICTION
+
+
+@pytest.mark.parametrize("remedy", ["services.trainer.procs=4", "parallelism.data_parallel_shard_degree=-1"])
+def test_each_remedy_of_that_message_works(remedy, planned):
+    assert "x TP 2" in planned(GUIDE / "distributed.yaml", remedy, "--plan")
+
+
+def test_the_guides_grpo_file_is_three_ranks_as_its_checklist_says(planned):
+    assert planned("--config", GUIDE / "grpo_math.yaml", "--plan") == """\
+3 ranks
+  role        ranks          replicas x tensor parallel
+  trainer     0              1 FSDP shards x TP 1
+  ref_model   1              1 FSDP shards x TP 1
+  generator   2              1 engines x TP 1
+"""
+
+
+@pytest.mark.parametrize(("ranks", "what"), [
+    (1, "the roles need 3 ranks and there are 1; start more (--nproc 3), lower services.*.procs, set ref_model.with_gpus: false "
+        "or remove ref_model (with beta 0), or set colocate: true to share 1 ranks"),
+    (2, "the roles need 3 ranks and there are 2; start more (--nproc 3), lower services.*.procs, set ref_model.with_gpus: false "
+        "or remove ref_model (with beta 0), or set colocate: true to share 2 ranks"),
+    (5, "2 of 5 ranks would be idle; start 3, or raise services.*.procs"),
+])  # fmt: skip
+def test_a_wrong_number_of_ranks_is_refused_with_the_rank_table_and_what_to_change(ranks, what, planned):
+    with pytest.raises(ValueError) as error:
+        planned(GUIDE / "grpo_math.yaml", *GIVEN, ranks=ranks)
+    table = "  trainer    0              1 ranks\n  ref_model  1              1 ranks\n  generator  2              1 ranks\n"
+    assert str(error.value) == f"the services do not fit:\n{table}  - {what}"
+
+
+@pytest.mark.parametrize(("remedy", "ranks"), [
+    (["ref_model.with_gpus=false"], 2),
+    (["services.ref_model=null", "grpo.beta=0"], 2),
+    (["colocate=true"], 1),
+    (["colocate=true"], 2),
+])  # fmt: skip
+def test_each_remedy_for_too_few_ranks_fits(remedy, ranks, planned):
+    assert planned(GUIDE / "grpo_math.yaml", *remedy, f"--plan={ranks}").startswith(f"{ranks} ranks\n")
+
+
+def test_a_reference_without_gpus_lives_on_the_cpu_of_the_trainers_ranks(planned):
+    plan = planned(GUIDE / "grpo_math.yaml", "--ref_model.with_gpus", "false", "--plan")
+    assert "2 ranks\n" in plan and "ref_model   0              1 FSDP shards x TP 1 (on the CPU)\n" in plan
+
+
+def test_without_a_reference_beta_must_be_0(planned, tmp_path):
+    # What the guide advises against too few GPUs, as a file of its own.
+    file = tmp_path / "fewer.yaml"
+    text = (GUIDE / "grpo_math.yaml").read_text()
+    file.write_text(text[: text.index("  ref_model:")])
+    with pytest.raises(ValueError) as error:
+        planned(file, "--plan")
+    assert str(error.value) == (
+        "the loss needs a reference model (grpo.beta above 0, or a loss that asks for ref_logprobs) and services.ref_model is "
+        "absent: add services.ref_model: {procs: 1}, or set grpo.beta: 0"
+    )
+    assert "ref_model   none" in planned(file, "grpo.beta=0", "--plan")
+
+
+def test_the_guides_other_snippets_are_keys_that_parse(planned, tmp_path):
+    file = tmp_path / "guide.yaml"
+    snippets = ["grpo:\n  n_samples: 4  # Reduce from 8", "training:\n  seq_len: 2048", "ref_model:\n  with_gpus: false"]
+    for text in (
+        *snippets,
+        "training:\n  sync_interval: 10  # Sync every 10 steps",
+        "grpo:\n  beta: 0.2  # Increase from 0.1",
+        "training:\n  entropy_coef: 0.01",
+    ):
+        assert text in (GUIDE / "guide.txt").read_text()
+        file.write_text(f"model: m\n{text}\n")
+        assert "ranks\n" in planned(file, "--plan", "colocate=true")
+
+
+def test_what_trains_needs_data_and_rewards(planned):
+    alone = ["--config", GUIDE / "distributed.yaml", "--trainer.procs", "4", "--generator.procs", "4"]
+    with pytest.raises(ValueError, match=r"^missing: dataset\.path, what to train on: a file, a folder of files, or a dataset's name"):
+        planned(*alone, ranks=8)
+    with pytest.raises(ValueError, match=r"^rewards is empty: nothing to train for; add one, such as rewards: \{math: \{fn: rollout"):
+        planned(*alone, "dataset.path=x.jsonl", ranks=8)
+
+
+@pytest.mark.parametrize("number", ["--plan=two", "--plan=-1", "--plan=0"])
+def test_a_plan_for_no_number_of_ranks_is_refused(number, planned):
+    with pytest.raises(ValueError, match=rf"^{number}: must be a number of ranks"):
+        planned(GUIDE / "grpo_math.yaml", number)
+
+
+@pytest.mark.parametrize(("arguments", "message"), [
+    (["grpo.n_samples=1"], "group_zscore compares the samples of a prompt with each other, and a group has 1: grpo.n_samples must be at "
+                           "least 2"),
+    (["loss=losses.SimpleGRPOLoss"], "grpo.clip_low=0.2 and loss.fn=losses.SimpleGRPOLoss are both set: remove grpo.clip_low and give "
+                                     "losses.SimpleGRPOLoss its options under loss"),
+    (["generator.with_gpus=false"], "services.generator.with_gpus=false: only ref_model can leave the run's device; for a run without "
+                                    "GPUs set device: cpu"),
+    (["trainer.num_replicas=2"], "services.trainer.num_replicas=2: only the generator has replicas; give trainer more ranks with "
+                                 "trainer.procs and spread them with parallelism.data_parallel_shard_degree"),
+    (["parallelism.pipeline_parallel_degree=2"], "parallelism.pipeline_parallel_degree=2: pipeline parallelism is not supported; set it "
+                                                 "to 1 and use tensor_parallel_degree or data_parallel_shard_degree"),
+])  # fmt: skip
+def test_what_cannot_be_is_refused_with_the_key_the_value_and_the_reason(arguments, message, planned):
+    with pytest.raises(ValueError) as error:
+        planned(GUIDE / "grpo_math.yaml", *GIVEN, *arguments, "--plan")
+    assert str(error.value) == message
+
+
+@pytest.mark.parametrize("file", sorted(ROOT.glob("configs/*.yaml")), ids=lambda p: p.stem)
+def test_every_config_that_trains_a_policy_can_be_planned(file, planned):
+    first = file.read_text().partition("\n")[0]
+    if "train_grpo.py" not in file.read_text():
+        pytest.skip("not for train_grpo.py")
+    assert first.startswith("#")
+    assert "generator " in planned(file, "--plan")
+
+
+def test_the_qwen_config_is_a_plan_for_eight_ranks(planned):
+    assert planned(ROOT / "configs/qwen.yaml", "--plan=8").startswith("8 ranks\n")
