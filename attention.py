@@ -15,7 +15,7 @@ NAME = "packed"  # as transformers' `attn_implementation`
 
 # Causal, with fewer key-value heads than query heads: asked for under other names from one torch to the next.
 _options = inspect.signature(varlen_attn).parameters
-CAUSAL_GQA = {"window_size": (-1, 0)} if "window_size" in _options else {"is_causal": True}
+CAUSAL_GQA: dict[str, Any] = {"window_size": (-1, 0)} if "window_size" in _options else {"is_causal": True}
 CAUSAL_GQA |= {"enable_gqa": True} if "enable_gqa" in _options else {}
 
 

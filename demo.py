@@ -40,7 +40,8 @@ def main() -> None:
     make_model(output / "model", options.seed)
     seconds["setup"] = round(time.monotonic() - begun, 1)
     data = [f"dataset.path={output}/train.jsonl", f"eval.dataset.path={output}/held_out.jsonl"]
-    base = timed("base", "train_grpo.py", "demo_grpo.yaml", f"model={output}/model", "training.steps=0", "checkpoint.export_hf=false", *data)
+    untrained = [f"model={output}/model", "training.steps=0", "checkpoint.export_hf=false"]
+    base = timed("base", "train_grpo.py", "demo_grpo.yaml", *untrained, *data)
     sft = timed("sft", "train_sft.py", "demo_sft.yaml", f"model={output}/model", data[0])
     grpo = timed("grpo", "train_grpo.py", "demo_grpo.yaml", f"model={sft}/hf", *data)
     seconds["total"] = round(time.monotonic() - begun, 1)

@@ -90,8 +90,16 @@ class Log:
     is dropped: a step has one line.
     """
 
-    def __init__(self, cfg: MetricsConfig, output: Path, enabled: bool, total_steps: int | None, clock: Clock | None = None):
-        """clock: counts what writing takes as the phase "log", of the step that follows."""
+    def __init__(
+        self,
+        cfg: MetricsConfig,
+        output: Path,
+        enabled: bool,
+        total_steps: int | None,
+        clock: Clock | None = None,
+        resumed_after: int | None = None,
+    ):
+        """clock: counts what writing takes as the phase "log", of the step that follows. resumed_after: steps done by earlier runs."""
         self.cfg, self.output, self.enabled, self.total_steps, self._clock = cfg, output, enabled, total_steps, clock
         self._opened = False
         self._last: int | None = None  # step written
@@ -101,6 +109,8 @@ class Log:
         self._lines = 0  # on the console since the titles
         self._step_seconds: deque[float] = deque(maxlen=20)
         self._warned: set[str] = set()
+        if resumed_after is not None:
+            self.resume_at(resumed_after + 1 if resumed_after else 0)
 
     def resume_at(self, step: int) -> None:
         """Drop what was written for `step` and later: the run takes these steps again. Before anything is written."""

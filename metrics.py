@@ -24,7 +24,7 @@ from batch import Group
 TOKEN_MEANS = tuple("entropy/mean entropy/nll kl/ref_k3 kl/old clip/high clip/low ratio/mean mismatch/abs_mean".split())
 TOKEN_MAXIMA = ("ratio/max", "mismatch/abs_max")
 CPU = torch.device("cpu")
-PHASES = ("generate", "reward", "logp_ref", "train", "sync", "ckpt", "wait", "eval", "log")
+PHASES = ("generate", "reward", "logp_old", "logp_ref", "train", "sync", "ckpt", "wait", "eval", "log")
 STOP_REASONS = ("eos", "stop_string", "length", "abort")
 
 
@@ -212,11 +212,3 @@ class Clock:
         names, table = (*self.seconds, "step"), torch.stack(ranks)  # [ranks, names]
         result = dict(zip((f"time/{n}" for n in names), table.amax(0).tolist(), strict=True))
         return result | dict(zip((f"time/{n}_mean" for n in names), table.mean(0).tolist(), strict=True))
-
-
-def throughput(groups: list[Group], times: dict[str, float], num_generators: int, num_trainers: int) -> dict[str, float]:
-    """Tokens per second and rank: sampled ones over the time of generation, all that were trained on over that of training."""
-    sampled = sum(len(c.token_ids) for g in groups for c in g.completions)
-    trained = sampled + sum(len(g.prompt.token_ids) * len(g.completions) for g in groups)
-    counts = {"generate": sampled / num_generators, "train": trained / num_trainers}
-    return {f"perf/tok_s_{name}": count / times[f"time/{name}"] for name, count in counts.items() if times[f"time/{name}"] > 0}

@@ -120,6 +120,11 @@ class Model:
         assert self._module is not None, f"this rank is not in {self.mesh} and holds no part of the model"
         return self._module
 
+    @property
+    def num_parameters(self) -> int:
+        """Of the whole model, a tied head counted once; 0 outside the mesh."""
+        return sum(p.numel() for p in self.shards().values())
+
     def shards(self) -> dict[str, Tensor]:
         """Parameters by the checkpoint's names, as this rank holds them; {} outside the mesh. A tied head is there once."""
         return {name.removeprefix("lm."): p for name, p in self.local.named_parameters()} if self.is_local else {}

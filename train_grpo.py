@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node=8 train_grpo.py configs/qwen.yaml [key=value ...]      (--help lists the keys, --plan the ranks)
 
-Every rank runs this file from top to bottom. The policy, the reference and the engine live on sub-meshes of the world
-(parallel/placement.py). Outside its mesh a handle does nothing and its share of any work is [], so the loop has no roles in it.
+Every rank runs this file from top to bottom. The policy, the reference and the engine live on sub-meshes of the world. Outside its
+mesh a handle does nothing and its share of any work is [], so the loop has no roles in it (docs/architecture.md).
 """
 
 from collections.abc import Callable
@@ -19,17 +19,17 @@ from batch import attach, to_episodes
 from checkpoint import CheckpointConfig
 from data import DatasetConfig, PromptStream
 from log import Log
-from metrics import Clock, MetricsConfig, group_metrics, throughput
+from metrics import Clock, MetricsConfig, group_metrics
 from model import Model, ModelSource
 from parallel.exchange import everyone
 from parallel.launch import launch
-from parallel.memory import usage
 from parallel.placement import ParallelismConfig, Placement, ServicesConfig
 from parallel.weights import stream_weights
 from rollout.ahead import Rollouts
 from rollout.evaluate import EvalConfig, HeldOut
 from rollout.generator import Generator, GeneratorConfig, Sampling, sampling_seed
 from rollout.rewards import Scorer
+from speed import speed
 from trainer import Trainer, TrainingConfig
 
 
@@ -69,44 +69,38 @@ def main() -> None:
 
 def handles(cfg: Config, place: Placement, source: ModelSource, loss: Any) -> tuple[Model, Model | None, Trainer, Generator]:
     """Policy and reference compute log-probs at the sampling temperature; off-policy data carries truncated importance weights."""
-    training = cfg.training
-    spread = partial(Model, source, dtype=training.dtype, temperature=cfg.grpo.temperature, max_tokens=training.row_tokens)
+    training, grpo = cfg.training, cfg.grpo
+    spread = partial(Model, source, dtype=training.dtype, temperature=grpo.temperature, max_tokens=training.row_tokens)
     policy = spread(place.trainer, trainable=True)
     reference = spread(place.reference, trainable=False) if place.reference else None
-    trainer = Trainer(policy, training, loss, importance_cap=2.0 if cfg.grpo.off_policy(training) else None)
-    limits = {"seq_len": training.seq_len, "row_tokens": training.row_tokens}
-    generator = Generator(source, cfg.generator, place, dtype=training.dtype, seed=cfg.seed, **limits)
-    return policy, reference, trainer, generator
+    trainer = Trainer(policy, training, loss, importance_cap=2.0 if grpo.off_policy(training) else None)
+    limits = (training.dtype, training.seq_len, training.row_tokens)
+    return policy, reference, trainer, Generator(source, cfg.generator, place, *limits, seed=cfg.seed)
 
 
 def train(cfg: Config, place: Placement, output: Path, dataset: DatasetConfig, loss: Any, advantage: Callable, scorer: Scorer) -> None:
-    training, grpo, clock = cfg.training, cfg.grpo, Clock()
-    source = ModelSource(*config.model_source(cfg.model))
+    training, grpo, clock, source = cfg.training, cfg.grpo, Clock(), ModelSource(*config.model_source(cfg.model))
     saved = checkpoint.find(cfg.resume, output, place)
     read = partial(PromptStream, tokenizer=source.tokenizer(), max_prompt_tokens=training.seq_len - 1)  # a response token must fit
     prompts = read(dataset, seed=cfg.seed, epochs=training.passes, position=saved.position)
     seed = sampling_seed(grpo.seeded_sampling, cfg.seed, place.device)
     sampling = Sampling(grpo.temperature, grpo.max_new_tokens, tuple(grpo.stop), seed)
     held_out = HeldOut(cfg.eval, read, sampling, place, clock)
-
     policy, reference, trainer, generator = handles(cfg, place, source, loss)
     checkpoint.restore(saved, trainer, place)
-    size = {"num_prompts": training.prompts_per_rollout, "n_samples": grpo.n_samples}
-    rollouts = Rollouts(prompts, generator, scorer, sampling, place, clock, waiting=saved.waiting, **size)
-    total = training.steps if training.steps is not None else prompts.steps_in_all(training.prompts_per_rollout)
-    log = Log(cfg.metrics, output, place.is_root, total, clock)
-    log.resume_at(saved.step + 1 if saved.step else 0)
+    wanted = training.prompts_per_rollout
+    rollouts = Rollouts(prompts, wanted, grpo.n_samples, generator, scorer, sampling, place, clock, waiting=saved.waiting)
+    total = prompts.steps_in_all(wanted) if training.steps is None else training.steps  # None: a stream, whose end is not known
+    log = Log(cfg.metrics, output, place.is_root, total, clock, resumed_after=saved.step)
     step = published = saved.step  # steps done, and by the policy that the engines hold
 
-    def publish() -> int:
-        """The engines become policy version `step`."""
+    def publish() -> int:  # the engines become policy version `step`
         with clock.phase("sync"):
             generator.load(stream_weights(policy.shards(), place, generator.dtype), version=step)
         return step
 
     publish()
-    if step == 0:
-        log.step(step, held_out.evaluate(generator, scorer))
+    log.step(step, held_out.evaluate(generator, scorer) if step == 0 else {})
     clock.reduce(place.objects)  # what came before the first step is no part of it
     while total is None or step < total:
         # 1. Give every rank every group. From here to the update all ranks compute the same thing.
@@ -117,10 +111,11 @@ def train(cfg: Config, place: Placement, output: Path, dataset: DatasetConfig, l
         episodes = to_episodes(groups, advantages, mask_truncated=grpo.mask_truncated, old_from_sampler=grpo.off_policy(training))
 
         # 2. Score them: with the reference, and with the policy where its own log-probs are the ratio's denominator.
-        with clock.phase("logp_ref"):
-            if reference:
+        if reference:
+            with clock.phase("logp_ref"):
                 attach("ref_logprobs", episodes, everyone(reference.logprobs(episodes), reference.mesh, place))
-            if grpo.rescores(training):
+        if grpo.rescores(training):
+            with clock.phase("logp_old"):
                 attach("old_logprobs", episodes, everyone(policy.logprobs(episodes), policy.mesh, place))
 
         # 3. Sample ahead and update. No rank waits for another in between: on disjoint meshes the two overlap.
@@ -138,7 +133,7 @@ def train(cfg: Config, place: Placement, output: Path, dataset: DatasetConfig, l
             checkpoint.save(output, step, trainer, place, cfg.checkpoint, clock, position=prompts.position, waiting=rollouts.waiting())
         numbers |= held_out.evaluate(generator, scorer) if held_out.is_due(step, training.sync_interval) and step != total else {}
         times = clock.reduce(place.objects)
-        log.step(step, numbers | times | throughput(groups, times, *place.plan.counts) | usage(place.device, generator.live_bytes), groups)
+        log.step(step, numbers | times | speed(groups, times, place, policy, generator), groups)
 
     if published != step:
         publish()

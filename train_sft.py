@@ -69,8 +69,7 @@ def train(cfg: Config, place: Placement, output: Path) -> None:
     checkpoint.restore(saved, trainer, place)
 
     total = training.steps if training.steps is not None else rows.steps_in_all(training.prompts_per_update)
-    log = Log(cfg.metrics, output, place.is_root, total, clock)
-    log.resume_at(saved.step + 1 if saved.step else 0)
+    log = Log(cfg.metrics, output, place.is_root, total, clock, resumed_after=saved.step)
     step = saved.step  # steps done
     recent: deque[float] = deque(maxlen=10)  # losses
     while total is None or step < total:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from batch import IDLE, Episode, attach, pad, to_batch
+from batch import IDLE, Episode, from_dictionaries, pad, to_batch
 from losses.contract import forward_arguments, is_whole_batch, token_weights, whole_batch_loss
 from losses.kl import k3
 from metrics import TOKEN_MAXIMA, TOKEN_MEANS, TokenStats
@@ -234,7 +234,8 @@ class Trainer:
         for p in self.model.tp_partial:
             if p.grad is not None:
                 dist.all_reduce(_local(p.grad), group=self.model.mesh.get_group("tp"))
-        norm = self._norm({name: p.grad for name, p in self._parameters.items() if p.grad is not None})
+        norms = self._norms({name: p.grad for name, p in self._parameters.items() if p.grad is not None})
+        norm = norms.pop("all")
         if not math.isfinite(norm):
             raise RuntimeError(
                 f"the gradient's norm is {norm} at step {step}: lower training.learning_rate, or check the loss and the rewards"
@@ -249,8 +250,10 @@ class Trainer:
         self._adamw.step()
         self._adamw.zero_grad()
         self.updates += 1
-        moved = self._norm({name: self._last_move(p, lr) for name, p in self._parameters.items()}) / self._norm(self._parameters)
-        return {"grad/norm": norm, "grad/clipped": float(clipped), "optim/lr": lr, "optim/update_to_weight": moved}
+        moved = self._norms({name: self._last_move(p, lr) for name, p in self._parameters.items()})["all"]
+        moved /= self._norms(self._parameters)["all"]
+        by_group = {f"grad/norm_{group}": value for group, value in norms.items() if value}
+        return {"grad/norm": norm, "grad/clipped": float(clipped), "optim/lr": lr, "optim/update_to_weight": moved} | by_group
 
     def _last_move(self, p: Tensor, lr: float) -> Tensor:
         """The step AdamW has just taken, from its moments (weight decay left out); this rank's shard."""
@@ -261,19 +264,22 @@ class Trainer:
         scale = lr / (1 - cfg.adam_beta1**self.updates)
         return first * scale / ((second / (1 - cfg.adam_beta2**self.updates)).sqrt() + cfg.adam_eps)
 
-    def _norm(self, tensors: dict[str, Tensor]) -> float:
-        """Global L2 norm of tensors that are sharded like the parameters of the same names, over all meshes they live on."""
+    def _norms(self, tensors: dict[str, Tensor]) -> dict[str, float]:
+        """L2 norms, by module group and of all, of tensors sharded like the parameters of the same names, over all their meshes."""
         mesh = self.model.mesh
-        sums = torch.zeros(2, dtype=torch.float64, device=self.model.device)
+        groups = list(MODULE_GROUPS)
+        sums = torch.zeros(2, len(groups), dtype=torch.float64, device=self.model.device)
         for name, tensor in tensors.items():
             parameter = _sharded(self._parameters[name])
             copies = math.prod(parameter.device_mesh.size(i) for i, p in enumerate(parameter.placements) if p.is_replicate())
-            sums[parameter.device_mesh.ndim - 1] += _local(tensor).norm(dtype=torch.float32).double().square() / copies
+            square = _local(tensor).norm(dtype=torch.float32).double().square() / copies
+            sums[parameter.device_mesh.ndim - 1, groups.index(module_group(name))] += square
         dist.all_reduce(sums, group=mesh.get_group("dp"))
         if mesh.size(1) > 1:
-            dist.all_reduce(both := sums[1:].clone(), group=mesh.get_group("tp"))
-            sums[1:] = both
-        return float(sums.sum().sqrt())
+            dist.all_reduce(both := sums[1].clone(), group=mesh.get_group("tp"))
+            sums[1] = both
+        squares = sums.sum(0).tolist()
+        return {g: math.sqrt(x) for g, x in zip(groups, squares, strict=True)} | {"all": math.sqrt(sum(squares))}
 
     def train_step(self, inputs: list[dict[str, Tensor]], targets: list[dict[str, Tensor]]) -> float:
         """One optimizer step on micro-batches as dictionaries; returns the step's global loss. Collective over the model's mesh.
@@ -285,7 +291,7 @@ class Trainer:
         """
         if not inputs or len(inputs) != len(targets):
             raise ValueError(f"train_step needs as many targets as inputs, at least one; got {len(inputs)} and {len(targets)}")
-        episodes = [e for i, t in zip(inputs, targets, strict=True) for e in _from_dictionaries(i, t, self.model.source.pad_token_id)]
+        episodes = [e for i, t in zip(inputs, targets, strict=True) for e in from_dictionaries(i, t, self.model.source.pad_token_id)]
         return self.update(episodes, self.updates).get("loss/policy", 0.0)
 
     def state(self) -> dict[str, Tensor]:
@@ -316,6 +322,19 @@ class WholeBatch:
     token_weight: float  # of an entropy bonus: the mean over tokens
 
 
+MODULE_GROUPS = ("embed", "attn", "mlp", "norm", "head", "other")
+
+
+def module_group(name: str) -> str:
+    """Which part of the model a parameter belongs to, for the norms in the log. A tied head is the embedding.
+
+    >>> module_group("model.layers.0.self_attn.q_norm.weight"), module_group("model.layers.0.mlp.up_proj.weight")
+    ('norm', 'mlp')
+    """
+    found = (group for group in ("norm", "embed", "head", "attn", "mlp") if group in name)
+    return next(found, "other")
+
+
 def lr_at(step: int, cfg: TrainingConfig) -> float:
     """Linear warm-up from 0, then the schedule. `step` counts from 0."""
     if step < cfg.warmup_steps:
@@ -334,52 +353,6 @@ def _inputs(episodes: list[Episode], device: torch.device) -> dict[str, Tensor |
         return None if values[0] is None else pad(values, device)
 
     return {name: column(name) for name in ("advantages", "gen_logprobs", "ref_logprobs", "old_logprobs")}
-
-
-def _from_dictionaries(inputs: dict[str, Tensor], targets: dict[str, Tensor], pad_token_id: int) -> list[Episode]:
-    _check_dictionaries(inputs, targets)
-    given = {name: tensor.detach().cpu() for name, tensor in (inputs | targets).items()}
-    tokens, response, mask = given["tokens"].long(), given["response"].long(), given["padding_mask"].float()
-    batch, width = response.shape
-    if not torch.equal(tokens[:, -width:][mask.bool()], response[mask.bool()]):
-        raise ValueError("train_step: the last T columns of tokens must be the response (left-padded prompt, right-padded response)")
-    begun = (tokens[:, :-width] != pad_token_id).cumsum(1)
-    here = given["attention_mask"][:, :-width].bool() if "attention_mask" in given else begun.bool()
-    episodes = []
-    for b in range(batch):
-        prompt = tokens[b, :-width][here[b]]
-        if len(prompt) == 0:
-            raise ValueError(f"train_step: row {b} has no prompt token")
-        length = max(int(mask[b].nonzero().max()) + 1 if mask[b].any() else 1, 1)
-
-        def column(name: str, row: int = b, length: int = length) -> np.ndarray:
-            return given[name][row].expand(width)[:length].float().numpy()
-
-        ids = torch.cat([prompt, response[b, :length]]).numpy()
-        episode = Episode(ids, len(prompt), mask[b, :length].numpy(), column("advantages"), group=b)
-        for name in LOGPROBS & given.keys():
-            attach(name, [episode], [column(name)])
-        episodes.append(episode)
-    return episodes
-
-
-LOGPROBS = {"gen_logprobs", "ref_logprobs", "old_logprobs"}  # what a target may hold besides what it must
-
-
-def _check_dictionaries(inputs: dict[str, Tensor], targets: dict[str, Tensor]) -> None:
-    needed = {"inputs": {"tokens"}, "targets": {"response", "padding_mask", "advantages"}}
-    for what, given, more in (("inputs", inputs, {"attention_mask"}), ("targets", targets, LOGPROBS)):
-        for name in sorted(needed[what] ^ given.keys()):
-            if name not in more:
-                known = ", ".join(sorted(needed[what] | more))
-                raise ValueError(f"train_step: {what} {'lack' if name in needed[what] else 'have an unknown'} {name}; their keys: {known}")
-    tokens, response = list(inputs["tokens"].shape), list(targets["response"].shape)
-    if len(response) != 2 or len(tokens) != 2 or tokens[0] != response[0] or tokens[1] <= response[1]:
-        raise ValueError(f"train_step: tokens {tokens} must be [B, P + T] with P >= 1, and response {response} [B, T]")
-    allowed = {"attention_mask": [tokens], "advantages": [response, [response[0], 1]]}
-    for name, tensor in (inputs | targets).items():
-        if list(tensor.shape) not in (shapes := allowed.get(name, [tokens if name == "tokens" else response])):
-            raise ValueError(f"train_step: {name} {list(tensor.shape)} must be {' or '.join(map(str, shapes))}")
 
 
 def _sharded(parameter: Tensor) -> DTensor:

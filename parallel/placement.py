@@ -86,11 +86,6 @@ class Plan:
     generator: RolePlan
     reference: RolePlan | None
 
-    @property
-    def counts(self) -> tuple[int, int]:
-        """Ranks that generate, ranks that train."""
-        return len(self.generator.ranks), len(self.trainer.ranks)
-
     @classmethod
     def make(
         cls,

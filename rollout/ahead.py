@@ -18,14 +18,14 @@ class Rollouts:
     def __init__(
         self,
         prompts: PromptStream,
+        num_prompts: int,
+        n_samples: int,
         generator: Generator,
         scorer: Scorer,
         sampling: Sampling,
         place: Placement,
         clock: Clock,
         *,
-        num_prompts: int,
-        n_samples: int,
         waiting: list[list[Group]],
     ):
         """num_prompts: of one rollout; n_samples: completions of each; waiting: rollouts that a checkpoint kept, equal on all ranks."""
@@ -38,7 +38,8 @@ class Rollouts:
         while len(self._queue) < count:
             with self._clock.phase("generate"):
                 prompts = self._prompts.take(self._num_prompts)
-                self._queue.append(score_share(self._generator, self._scorer, prompts, self._n_samples, self._sampling))
+                groups = score_share(self._generator, self._scorer, prompts, self._n_samples, self._sampling, self._clock)
+                self._queue.append(groups)
 
     def next(self) -> list[Group]:
         """The oldest rollout, on every rank; [] once the data has ended. Collective over the world."""

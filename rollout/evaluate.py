@@ -37,10 +37,13 @@ class EvalConfig:
             raise ValueError(f"max_prompts={self.max_prompts}: must be at least 1, or null for all")
 
 
-def score_share(generator: Generator, scorer: Scorer, prompts: list[Prompt], n_samples: int, sampling: Sampling) -> list[Group]:
+def score_share(
+    generator: Generator, scorer: Scorer, prompts: list[Prompt], n_samples: int, sampling: Sampling, clock: Clock
+) -> list[Group]:
     """Sample and score this rank's share. Of a replica's ranks one scores, since all hold the same completions."""
     groups = generator.generate(prompts, n_samples, sampling)
-    return [scorer.score(g) for g in groups] if speaks_for(generator.mesh) else groups
+    with clock.phase("reward"):
+        return [scorer.score(g) for g in groups] if speaks_for(generator.mesh) else groups
 
 
 class HeldOut:
@@ -70,7 +73,7 @@ class HeldOut:
         if not self._prompts:
             return {}
         with self._clock.phase("eval"):
-            share = score_share(generator, scorer, self._prompts, self._cfg.n_samples, self._sampling)
+            share = score_share(generator, scorer, self._prompts, self._cfg.n_samples, self._sampling, self._clock)
             groups = everyone(share, self._place.generator, self._place)
         rewards = [r for g in groups for r in g.rewards]
         first = [r for g in groups for r in next(iter(g.reward_parts.values()))]

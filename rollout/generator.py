@@ -74,7 +74,7 @@ class Generator:
     """A handle every rank holds. Outside its mesh there is no engine, its share of prompts is [] and its methods do nothing."""
 
     def __init__(
-        self, source: ModelSource, cfg: GeneratorConfig, place: Placement, *, dtype: str, seq_len: int, row_tokens: int = 16384, seed: int
+        self, source: ModelSource, cfg: GeneratorConfig, place: Placement, dtype: str, seq_len: int, row_tokens: int = 16384, *, seed: int
     ):
         """Start the engine with weights still to be loaded. Collective over each replica.
 

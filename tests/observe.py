@@ -10,9 +10,9 @@ the completions that an earlier observation holds. That is for layouts that diff
 import os
 import pickle
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,7 +23,7 @@ import train_grpo
 from batch import Episode, Group, Prompt
 from parallel.launch import launch
 from parallel.placement import Placement, holds, share
-from rollout.generator import Sampling
+from rollout.generator import Generator, Sampling
 from trainer import Trainer
 
 
@@ -74,13 +74,15 @@ def observe(seen: Observed) -> None:
     Trainer.__init__ = first_gradient  # type: ignore[method-assign, assignment]
 
 
-class Replay:
-    """Takes the engine's place: a prompt's completions are those recorded, which the same version must have sampled."""
+class Replay(Generator):
+    """A generator without an engine: a prompt's completions are those recorded, which the same version must have sampled."""
 
     recorded: dict[int, Group]  # by the prompt's index
 
-    def __init__(self, source: Any, cfg: Any, place: Placement, *, dtype: str, **_: Any):
-        self.mesh, self.dtype, self.version = place.generator, getattr(torch, dtype), -1
+    def __init__(self, source: Any, cfg: Any, place: Placement, **options: Any):
+        nowhere = SimpleNamespace(get_coordinate=lambda: None)
+        super().__init__(source, cfg, replace(place, generator=nowhere), **options)  # type: ignore[arg-type]  # as on a rank that does not generate
+        self.mesh = place.generator
 
     def generate(self, prompts: list[Prompt], n_samples: int, sampling: Sampling) -> list[Group]:
         groups = [replace(self.recorded[p.index], rewards=[], reward_parts={}) for p in share(prompts, self.mesh)]
@@ -94,13 +96,6 @@ class Replay:
         sent = [name for bucket in buckets for name, _, _ in bucket]
         assert sent or not holds(self.mesh), "an engine was sent no weights"
         self.version = version
-
-    @contextmanager
-    def asleep(self, *, until_load: bool) -> Iterator[None]:
-        yield
-
-    def close(self) -> None:
-        pass
 
 
 def recorded_groups(folder: Path) -> dict[int, Group]:
@@ -121,5 +116,5 @@ if __name__ == "__main__":
     observe(seen)
     if "REPLAY" in os.environ:
         Replay.recorded = recorded_groups(Path(os.environ["REPLAY"]))
-        train_grpo.Generator = Replay  # type: ignore[misc, assignment]
+        train_grpo.Generator = Replay  # type: ignore[misc]
     launch(observed(train_grpo.main, seen, folder))

@@ -225,7 +225,9 @@ WORLDS: dict[str, tuple[int, dict]] = {
 @pytest.mark.parametrize("world", WORLDS)
 def test_every_kind_of_model_agrees_in_every_layout(world: str, checkpoint_of: Checkpoints, tmp_path: Path) -> None:
     nproc, options = WORLDS[world]
-    models = {name: checkpoint_of(**({"characters": MANY} | choice)) for name, choice in MODELS.items()}
+    trainer_tp = options.get("parallelism", {}).get("tensor_parallel_degree", 1)
+    fitting = {name: choice for name, choice in MODELS.items() if choice.get("kv_heads", 2) % trainer_tp == 0}
+    models = {name: checkpoint_of(**({"characters": MANY} | choice)) for name, choice in fitting.items()}
     cases = [agreement(f"{name} {dtype}", m, dtype) for name, m in models.items() for dtype in ("float32", "bfloat16")]
     report = start(nproc, tmp_path, cases, **options)
     for name, results in report.items():

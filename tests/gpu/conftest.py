@@ -8,7 +8,7 @@ VERDICTS the file to which a line a test is added.
 import json
 import os
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,7 @@ def figures(request: pytest.FixtureRequest) -> dict[str, Any]:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo) -> Iterator[None]:
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     report = yield
     if "VERDICTS" in os.environ and (report.when == "call" or report.skipped or (report.when == "setup" and report.failed)):
         line = {

@@ -2,9 +2,10 @@
 
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
+from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 import attention
@@ -15,6 +16,8 @@ from model import Model, ModelSource, ResponseLogprobs
 from parallel.placement import Placement
 from trainer import Trainer, TrainingConfig
 
+DType = Literal["bfloat16", "float32"]
+
 
 def rows(source: ModelSource, data: str, count: int, seq_len: int) -> list[Episode]:
     tokenizer = source.tokenizer()
@@ -22,19 +25,19 @@ def rows(source: ModelSource, data: str, count: int, seq_len: int) -> list[Episo
     return [supervised(p.token_ids, encode_completion(tokenizer, p.target), seq_len) for p in stream.take(count)]
 
 
-def trainer_of(place: Placement, source: ModelSource, dtype: str, learning_rate: float, **options: Any) -> Trainer:
+def trainer_of(place: Placement, source: ModelSource, dtype: DType, learning_rate: float, **options: Any) -> Trainer:
     cfg = TrainingConfig(dtype=dtype, learning_rate=learning_rate, max_grad_norm=0.0, **options)
     policy = Model(source, place.trainer, dtype=dtype, temperature=1.0, max_tokens=cfg.row_tokens, trainable=True)
     return Trainer(policy, cfg, NLLLoss())
 
 
-def first_step(place: Placement, *, model: str, data: str, dtype: str, gradient: str) -> dict[str, float]:
+def first_step(place: Placement, *, model: str, data: str, dtype: DType, gradient: str) -> dict[str, float]:
     """Loss and gradient norm of one step; the whole gradient goes to the file `gradient`."""
     source = ModelSource(model)
     trainer = trainer_of(place, source, dtype, 1e-6, adam_beta1=0.0)
     stats = trainer.update(rows(source, data, 16, 512), 0)
     # Without a first decay AdamW's first moment is the gradient.
-    torch.save({n: t.full_tensor().cpu() for n, t in trainer.state().items() if n.startswith("exp_avg/")}, gradient)
+    torch.save({n: whole(t).cpu() for n, t in trainer.state().items() if n.startswith("exp_avg/")}, gradient)
     return {"loss": stats["loss/policy"], "norm": stats["grad/norm"], "tokens": stats["loss/tokens"]}
 
 
@@ -44,12 +47,12 @@ def moved(place: Placement, *, model: str, data: str, steps: int, learning_rate:
     episodes = rows(source, data, 8 * steps, 512)
     batches = [episodes[8 * i : 8 * i + 8] for i in range(steps)]
     trainer = trainer_of(place, source, "bfloat16", learning_rate)
-    weights = {n: p.full_tensor() for n, p in trainer.model.shards().items()}
+    weights = {n: whole(p) for n, p in trainer.model.shards().items()}
     before = {n: w.detach().clone() for n, w in weights.items()}
     start = time.perf_counter()
     losses = [trainer.update(batch, i)["loss/policy"] for i, batch in enumerate(batches)]
     seconds = time.perf_counter() - start
-    after = {n: p.full_tensor().detach() for n, p in trainer.model.shards().items()}
+    after = {n: whole(p).detach() for n, p in trainer.model.shards().items()}
     result = {"fp32": share(before, after), "bf16_of_fp32": share(rounded(before), rounded(after)), "step_s": seconds / steps}
     result |= {"first_loss": losses[0], "loss": sum(losses[-10:]) / 10}
 
@@ -65,6 +68,10 @@ def moved(place: Placement, *, model: str, data: str, steps: int, learning_rate:
         losses.append(float(loss))
     pure = dict(zip(names, (p.detach() for p in lm.parameters()), strict=True))
     return result | {"pure_bf16": share(rounded(before), pure), "pure_first_loss": losses[0], "pure_loss": sum(losses[-10:]) / 10}
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def rounded(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -35,7 +35,8 @@ def test_varlen_attention_is_sdpa_of_each_segment_in_outputs_and_gradients(head_
     for name, kernel, kind in (("want", attention.per_length, torch.float32), ("flash", attention.flash, dtype),
                                ("sdpa", attention.per_length, dtype)):  # fmt: skip
         inputs = [t.detach().to(kind).requires_grad_() for t in exact]
-        out = kernel(*inputs, segments, None)
+        q, k, v = inputs
+        out = kernel(q, k, v, segments, None)
         assert out.shape == (tokens, heads, head_dim)
         results[name] = [out, *torch.autograd.grad(out, inputs, upstream.to(kind))]
     for what, want, got, plain in zip(("out", "dq", "dk", "dv"), *(results[n] for n in ("want", "flash", "sdpa")), strict=True):

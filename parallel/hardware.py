@@ -1,0 +1,14 @@
+"""What a GPU can do at best, for the model FLOP utilisation in the log."""
+
+import torch
+
+# Dense bf16 matrix rate in FLOP/s, from NVIDIA's data sheets, by a part of the device's name.
+PEAK_BF16 = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "H20": 148e12, "L40S": 362e12, "B200": 2250e12}
+
+
+def peak_flops(device: torch.device) -> float | None:
+    """FLOP/s of this rank's GPU at best, None for a CPU or a GPU that is not in the table."""
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((rate for part, rate in sorted(PEAK_BF16.items(), key=lambda kv: -len(kv[0])) if part in name), None)
