@@ -50,6 +50,7 @@ class Saved:
     position: int = 0  # of the data
     waiting: list[list[Group]] = field(default_factory=list)  # rollouts sampled and not yet trained on
     random: list[tuple] = field(default_factory=list)  # state of each rank's random number generators
+    engine_random: list[tuple | None] = field(default_factory=list)  # and of its engine's, where it has one
     folder: Path | None = None  # of weights and moments
 
 
@@ -63,16 +64,19 @@ def save(
     *,
     position: int,
     waiting: list[list[Group]],
+    engine_random: tuple | None = None,
 ) -> None:
     """Write `output/checkpoints/step_N`, with the mark last, then remove the oldest. Collective over the world.
+
+    engine_random: this rank's; all else is equal on all ranks.
 
     Those of later steps are removed too: like the lines of metrics.jsonl, they are of a run that this one has taken the place of.
     """
     with clock.phase("ckpt"):
-        _save(output, trainer, place, cfg, Saved(step, trainer.updates, position, waiting))
+        _save(output, trainer, place, cfg, Saved(step, trainer.updates, position, waiting), engine_random)
 
 
-def _save(output: Path, trainer: Trainer, place: Placement, cfg: CheckpointConfig, saved: Saved) -> None:
+def _save(output: Path, trainer: Trainer, place: Placement, cfg: CheckpointConfig, saved: Saved, engine: tuple | None) -> None:
     folder = output / "checkpoints" / f"step_{saved.step}"
     if place.is_root:
         _remove(folder)  # left by a save that was interrupted, or by a run that this one replaces
@@ -80,9 +84,9 @@ def _save(output: Path, trainer: Trainer, place: Placement, cfg: CheckpointConfi
     from_root(None, place)
     if trainer.model.is_local:
         dcp.save(trainer.state(), checkpoint_id=folder, process_group=place.trainer_group)
-    random = from_each(random_state(), place)
+    random, engines = zip(*from_each((random_state(), engine), place), strict=True)
     if place.is_root:
-        (folder / "run.pkl").write_bytes(pickle.dumps(replace(saved, random=random)))
+        (folder / "run.pkl").write_bytes(pickle.dumps(replace(saved, random=list(random), engine_random=list(engines))))
         for later in whole(output):
             if _steps(later) > saved.step:
                 _remove(later)  # of a run that this one replaces: `auto` must not go on from there

@@ -2,10 +2,14 @@
 
 import logging
 import os
+import random
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
+
+import numpy as np
+import torch
 
 import config
 from config import Call
@@ -13,6 +17,7 @@ from data import DatasetConfig
 from losses import GRPOLoss
 from losses.contract import forward_arguments, requires_reference
 from parallel.placement import ParallelismConfig, Placement, Plan, ServicesConfig
+from rollout.sampling import Sampling, sampling_seed
 from trainer import TrainingConfig
 
 DEFAULT_CLIP = {"clip_low": 0.2, "clip_high": 0.28, "beta": 0.0}
@@ -48,6 +53,10 @@ class GRPOConfig:
     def rescores(self, training: TrainingConfig) -> bool:
         """Does the policy score a rollout before its first update? With one update its log-probs are those of the update's own pass."""
         return training.updates_per_rollout > 1 and not self.off_policy(training)
+
+    def sampling(self, seed: int, device: torch.device) -> Sampling:
+        """How the policy is sampled for training. seed: the run's."""
+        return Sampling(self.temperature, self.max_new_tokens, tuple(self.stop), sampling_seed(self.seeded_sampling, seed, device))
 
     def off_policy(self, training: TrainingConfig) -> bool:
         """Is the sampler's log-prob the ratio's denominator?"""
@@ -130,6 +139,9 @@ def open_run(cfg: Any, place: Placement) -> Path:
     logging.basicConfig(level=logging.INFO if place.is_root else logging.ERROR, format="%(message)s", force=True)
     for noisy in ("httpx", "vllm", "torch", "transformers", "datasets"):
         logging.getLogger(noisy).setLevel(logging.ERROR)
+    random.seed(cfg.seed)  # of what a user's loss or reward may draw
+    np.random.seed(cfg.seed % 2**32)
+    torch.manual_seed(cfg.seed)
     output = cfg.output or Path("runs") / config.run_name(arguments())
     if place.is_root:
         output.mkdir(parents=True, exist_ok=True)

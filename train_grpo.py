@@ -27,7 +27,7 @@ from parallel.placement import ParallelismConfig, Placement, ServicesConfig
 from parallel.weights import stream_weights
 from rollout.ahead import Rollouts
 from rollout.evaluate import EvalConfig, HeldOut
-from rollout.generator import Generator, GeneratorConfig, Sampling, sampling_seed
+from rollout.generator import Generator, GeneratorConfig
 from rollout.rewards import Scorer
 from speed import speed
 from trainer import Trainer, TrainingConfig
@@ -83,13 +83,12 @@ def train(cfg: Config, place: Placement, output: Path, dataset: DatasetConfig, l
     saved = checkpoint.find(cfg.resume, output, place)
     read = partial(PromptStream, tokenizer=source.tokenizer(), max_prompt_tokens=training.seq_len - 1)  # a response token must fit
     prompts = read(dataset, seed=cfg.seed, epochs=training.passes, position=saved.position)
-    seed = sampling_seed(grpo.seeded_sampling, cfg.seed, place.device)
-    sampling = Sampling(grpo.temperature, grpo.max_new_tokens, tuple(grpo.stop), seed)
+    sampling = grpo.sampling(cfg.seed, place.device)
     held_out = HeldOut(cfg.eval, read, sampling, place, clock)
     policy, reference, trainer, generator = handles(cfg, place, source, loss)
     checkpoint.restore(saved, trainer, place)
     wanted = training.prompts_per_rollout
-    rollouts = Rollouts(prompts, wanted, grpo.n_samples, generator, scorer, sampling, place, clock, waiting=saved.waiting)
+    rollouts = Rollouts(prompts, wanted, grpo.n_samples, generator, scorer, sampling, place, clock, saved)
     total = prompts.steps_in_all(wanted) if training.steps is None else training.steps  # None: a stream, whose end is not known
     log = Log(cfg.metrics, output, place.is_root, total, clock, resumed_after=saved.step)
     step = published = saved.step  # steps done, and by the policy that the engines hold
@@ -130,7 +129,7 @@ def train(cfg: Config, place: Placement, output: Path, dataset: DatasetConfig, l
         if publishes:
             published = publish()
         if checkpoint.is_due(step, cfg.checkpoint, training.sync_interval) and step != total:
-            checkpoint.save(output, step, trainer, place, cfg.checkpoint, clock, position=prompts.position, waiting=rollouts.waiting())
+            checkpoint.save(output, step, trainer, place, cfg.checkpoint, clock, **rollouts.state())
         numbers |= held_out.evaluate(generator, scorer) if held_out.is_due(step, training.sync_interval) and step != total else {}
         times = clock.reduce(place.objects)
         log.step(step, numbers | times | speed(groups, times, place, policy, generator), groups)
@@ -139,7 +138,7 @@ def train(cfg: Config, place: Placement, output: Path, dataset: DatasetConfig, l
         publish()
     if step > saved.step:
         log.step(step, held_out.evaluate(generator, scorer))
-        checkpoint.save(output, step, trainer, place, cfg.checkpoint, clock, position=prompts.position, waiting=rollouts.waiting())
+        checkpoint.save(output, step, trainer, place, cfg.checkpoint, clock, **rollouts.state())
     if cfg.checkpoint.export_hf:
         policy.export(output / "hf")
     log.close()

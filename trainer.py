@@ -120,10 +120,12 @@ class Trainer:
             parts[e.group * len(parts) // groups].append(e)
         with explained("training", "training.max_tokens_per_batch, training.seq_len or generator.gpu_memory_utilization"):
             results = [self.update(part, step) for part in parts if part]
-        return {
-            name: value if name.startswith("mismatch/") else (max if name.endswith("/max") else statistics.fmean)(r[name] for r in results)
-            for name, value in results[0].items()
-        }
+        merged = {}
+        for name in dict.fromkeys(name for r in results for name in r):
+            values = [r[name] for r in results if name in r]  # an update in which no token counts has no means over tokens
+            merge = max if name.endswith("/max") else statistics.fmean
+            merged[name] = values[0] if name.startswith("mismatch/") else merge(values)
+        return merged
 
     def update(self, episodes: list[Episode], step: int) -> dict[str, float]:
         """One optimizer step on all of `episodes`, of which this rank's replica runs its share. Collective over the model's mesh.
@@ -252,7 +254,8 @@ class Trainer:
         self.updates += 1
         moved = self._norms({name: self._last_move(p, lr) for name, p in self._parameters.items()})["all"]
         moved /= self._norms(self._parameters)["all"]
-        by_group = {f"grad/norm_{group}": value for group, value in norms.items() if value}
+        present = set(map(module_group, self._parameters))
+        by_group = {f"grad/norm_{group}": value for group, value in norms.items() if group in present}
         return {"grad/norm": norm, "grad/clipped": float(clipped), "optim/lr": lr, "optim/update_to_weight": moved} | by_group
 
     def _last_move(self, p: Tensor, lr: float) -> Tensor:

@@ -10,8 +10,9 @@ from data import DatasetConfig, PromptStream
 from metrics import Clock
 from parallel.exchange import everyone
 from parallel.placement import Placement, speaks_for
-from rollout.generator import Generator, Sampling
+from rollout.generator import Generator
 from rollout.rewards import Scorer
+from rollout.sampling import Sampling
 
 EVAL_SEED = 1_000_003  # added to the run's seed, so that no prompt is evaluated with the numbers it is trained with
 

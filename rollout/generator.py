@@ -5,7 +5,6 @@ log-probs at the sampling temperature, and takes new weights from `stream_weight
 """
 
 import gc
-import hashlib
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,8 +21,9 @@ from batch import Completion, Group, Prompt
 from model import ModelSource
 from parallel.memory import Residency, allocated, capacity, empty_cache, explained, residency, training_bytes
 from parallel.placement import Placement, holds, share, shares_ranks
-from parallel.sub_world import OwnRandomState, random_state, sub_world
+from parallel.sub_world import OwnRandomState, sub_world
 from parallel.weights import Bucket, checksum
+from rollout.sampling import Sampling, sample_seed
 
 
 @dataclass(kw_only=True)
@@ -41,33 +41,6 @@ class GeneratorConfig:
             raise ValueError(f"gpu_memory_utilization={self.gpu_memory_utilization}: must be between 0 and 1")
         if self.max_num_seqs is not None and self.max_num_seqs < 1:
             raise ValueError(f"max_num_seqs={self.max_num_seqs}: must be at least 1")
-
-
-@dataclass(frozen=True)
-class Sampling:
-    temperature: float  # 0: greedy
-    max_new_tokens: int | None = None  # None: what training.seq_len leaves after the prompt
-    stop: tuple[str, ...] = ()
-    seed: int | None = None  # of the run: each (prompt, sample) gets its own, so that who samples does not matter; None: the engine's
-
-
-def sample_seed(run_seed: int, prompt_index: int, sample_index: int) -> int:
-    """The random seed of one sample, a function of nothing but its name. (vLLM gives the children of n=G the seeds s, s+1, ...)
-
-    >>> sample_seed(0, 0, 0) == sample_seed(0, 0, 0), sample_seed(0, 0, 1) == sample_seed(0, 1, 0)
-    (True, False)
-    """
-    name = f"{run_seed}/{prompt_index}/{sample_index}".encode()
-    return int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little") >> 2
-
-
-def sampling_seed(mode: str, run_seed: int, device: torch.device) -> int | None:
-    """`run_seed` where each sample gets a seed of its own, else None. mode: grpo.seeded_sampling.
-
-    On CUDA a seed on every request costs 8 to 21 % of a decode step, so `auto` gives them there in torch's deterministic mode only.
-    """
-    wanted = device.type == "cpu" or torch.are_deterministic_algorithms_enabled()
-    return run_seed if mode == "always" or (mode == "auto" and wanted) else None
 
 
 class Generator:
@@ -296,8 +269,13 @@ class Generator:
             gc.collect()
 
     def random_state(self) -> tuple | None:
-        """Of the engine's unseeded requests."""
-        return self._rng.state or random_state() if self._llm is not None else None
+        """Of the engine's unseeded requests; None where there is no engine."""
+        return self._rng.state if self._llm is not None else None
+
+    def set_random_state(self, state: tuple | None) -> None:
+        """Go on with the random numbers of an earlier run, where there is an engine."""
+        if self._llm is not None:
+            self._rng.state = state
 
 
 def checkpoint_slices(model: nn.Module) -> dict[str, Tensor]:

@@ -17,7 +17,8 @@ from model import Model, ModelSource
 from parallel.launch import launch
 from parallel.placement import ParallelismConfig, Placement, Plan
 from parallel.weights import stream_weights
-from rollout.generator import Generator, GeneratorConfig, Sampling
+from rollout.generator import Generator, GeneratorConfig
+from rollout.sampling import Sampling
 
 QUESTIONS = ("The capital of France is", "Water boils at", "def factorial(n):", "Once upon a time there was a", "12 + 30 =", "1, 2, 3, 4,",
              "To be or not to be,", "The three laws of robotics say")  # fmt: skip

@@ -23,7 +23,8 @@ import train_grpo
 from batch import Episode, Group, Prompt
 from parallel.launch import launch
 from parallel.placement import Placement, holds, share
-from rollout.generator import Generator, Sampling
+from rollout.generator import Generator
+from rollout.sampling import Sampling
 from trainer import Trainer
 
 
@@ -79,9 +80,9 @@ class Replay(Generator):
 
     recorded: dict[int, Group]  # by the prompt's index
 
-    def __init__(self, source: Any, cfg: Any, place: Placement, **options: Any):
-        nowhere = SimpleNamespace(get_coordinate=lambda: None)
-        super().__init__(source, cfg, replace(place, generator=nowhere), **options)  # type: ignore[arg-type]  # as on a rank that does not generate
+    def __init__(self, source: Any, cfg: Any, place: Placement, *limits: Any, **options: Any):
+        nowhere = SimpleNamespace(get_coordinate=lambda: None)  # as on a rank that does not generate
+        super().__init__(source, cfg, replace(place, generator=nowhere), *limits, **options)  # type: ignore[arg-type]
         self.mesh = place.generator
 
     def generate(self, prompts: list[Prompt], n_samples: int, sampling: Sampling) -> list[Group]:

@@ -29,7 +29,8 @@ from parallel.exchange import everyone, from_each
 from parallel.launch import launch
 from parallel.placement import ParallelismConfig, Placement, Plan, ServiceConfig, ServicesConfig
 from parallel.weights import Bucket, NamedTensor, stream_weights
-from rollout.generator import Generator, GeneratorConfig, Sampling, checkpoint_slices
+from rollout.generator import Generator, GeneratorConfig, checkpoint_slices
+from rollout.sampling import Sampling
 from trainer import Trainer, TrainingConfig
 
 SEQ_LEN = 256

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import string
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -141,7 +142,7 @@ def test_without_a_reference_and_with_weights_sent_every_ten_steps_the_sampler_k
 
 
 def test_a_completion_has_the_guides_four_fields():
-    fields = {"text": "4", "token_ids": [7], "logprobs": [-0.5], "metadata": {"source": "test"}}
+    fields: dict[str, Any] = {"text": "4", "token_ids": [7], "logprobs": [-0.5], "metadata": {"source": "test"}}
     assert dataclasses.asdict(Completion(**fields)).items() >= fields.items()
     assert Completion("4", [7], [-0.5]).metadata == {}
 

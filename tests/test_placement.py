@@ -143,7 +143,7 @@ def compare(checkpoint_of, additions, held_out_additions, tmp_path_factory) -> C
             (folder / "config.yaml").write_text(yaml.safe_dump(config | {"output": str(folder / "run"), "resume": "never"}))
             env = {"OBSERVE": str(folder)} | ({"REPLAY": str(recorded)} if recorded else {})
             try:
-                run_script(layout.nproc, "tests/observe.py", str(folder / "config.yaml"), env=env, timeout_s=300)
+                run_script(layout.nproc, "tests/observe.py", str(folder / "config.yaml"), env=env, timeout_s=600)
                 done[key] = read_run(folder, Path(config["model"]), layout.nproc)
             except AssertionError as failed:
                 done[key] = str(failed)
@@ -231,7 +231,7 @@ def test_log_probs_of_every_token_agree_to_1e_4(layout, compare: Compare):
     print(f"{layout}: log-probs {largest:.1e}")
 
 
-EXEMPT = ("time/", "perf/")
+EXEMPT = ("time/", "perf/", "mem/")
 COUNTED = ("reward/", "adv/", "len/", "stop/", "trunc_rate", "staleness/", "policy_version", "loss/tokens", "grad/clipped", "optim/lr")
 
 
@@ -241,7 +241,7 @@ def tolerance(name: str, value: float) -> float:
         return 0.0
     if name.startswith("mismatch/") or name == "ratio/max":
         return 1e-4  # of one token: a gap between log-probs
-    if name == "grad/norm":
+    if name.startswith("grad/norm"):
         return 1e-5 * abs(value)
     if name == "optim/update_to_weight":
         return 1e-4 * abs(value)  # AdamW makes much of gradients that are almost 0
@@ -254,8 +254,9 @@ def test_every_steps_numbers_agree(layout, compare: Compare):
     assert len(one.steps) == len(run.steps) == STEPS
     used: dict[str, float] = {}
     for a, b in zip(one.steps, run.steps, strict=True):
-        assert a.keys() == b.keys()
-        for name in (n for n in a if not n.startswith(EXEMPT)):
+        names, theirs = ({name for name in row if not name.startswith(EXEMPT)} for row in (a, b))
+        assert names == theirs
+        for name in sorted(names):
             gap, limit = abs(a[name] - b[name]), tolerance(name, a[name])
             assert gap <= limit, f"{name}, step {a['step']}: {a[name]} on one rank, {b[name]} here; allowed {limit:.1e}"
             used[name] = max(used.get(name, 0.0), gap / limit if limit else 0.0)

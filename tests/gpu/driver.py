@@ -28,7 +28,8 @@ from parallel.launch import launch
 from parallel.memory import TrainingBytes, residency
 from parallel.placement import ParallelismConfig, Placement, Plan, ServiceConfig, ServicesConfig
 from parallel.weights import stream_weights
-from rollout.generator import Generator, GeneratorConfig, Sampling, _blocks, checkpoint_slices
+from rollout.generator import Generator, GeneratorConfig, _blocks, checkpoint_slices
+from rollout.sampling import Sampling
 from tests.gpu.precision import first_step, moved
 from tests.sync_driver import error_of, flip_last_bit, ids, watched
 from trainer import Trainer, TrainingConfig
