@@ -120,6 +120,7 @@ expand_item() {
 hosts() { scontrol show hostnames "$1" 2>/dev/null || expand_hosts "$1"; }
 
 # ---- running
+export TORCH_CPP_LOG_LEVEL=${TORCH_CPP_LOG_LEVEL:-ERROR} # a rank's warnings about NUMA and the like would bury the progress lines
 start() { if [[ -n ${DRY_RUN:-} ]]; then printf '%q ' "$@"; echo; else exec "$@"; fi; }
 torchrun() {
   local threads=() ranks=${nproc:-$((gpus > 0 ? gpus : 2))}

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+import transformers
 
 import config
 from config import Call
@@ -139,6 +140,7 @@ def open_run(cfg: Any, place: Placement) -> Path:
     logging.basicConfig(level=logging.INFO if place.is_root else logging.ERROR, format="%(message)s", force=True)
     for noisy in ("httpx", "vllm", "torch", "transformers", "datasets"):
         logging.getLogger(noisy).setLevel(logging.ERROR)
+    transformers.utils.logging.disable_progress_bar()
     random.seed(cfg.seed)  # of what a user's loss or reward may draw
     np.random.seed(cfg.seed % 2**32)
     torch.manual_seed(cfg.seed)

@@ -6,6 +6,7 @@ log-probs at the sampling temperature, and takes new weights from `stream_weight
 
 import gc
 import os
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
@@ -82,7 +83,8 @@ class Generator:
                 raise ValueError(f"generator.engine.{unknown[0]}: vLLM has no such engine argument")
             keys = "generator.gpu_memory_utilization, training.seq_len or generator.max_num_seqs"
             engine_bytes = int(capacity(place.device) * cfg.gpu_memory_utilization)
-            with explained("starting the engine", keys, needed=engine_bytes, others=TOO_LITTLE_MEMORY):
+            with explained("starting the engine", keys, needed=engine_bytes, others=TOO_LITTLE_MEMORY), warnings.catch_warnings():
+                warnings.simplefilter("ignore", FutureWarning)  # vLLM's own, about torch
                 self._llm = LLM(**arguments)
         torch.set_num_threads = set_threads  # vLLM replaces it by a function that only warns
         set_threads(threads)
