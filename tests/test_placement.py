@@ -97,7 +97,7 @@ SLOW = {
     "2 colocated, truncated answers masked": Layout("truncated_masked", 2, replays=True),
     "2 colocated, one scalar for the whole batch": Layout("whole_batch", 2, replays=True),
     "trainer TP 2 x FSDP 2, one scalar for the whole batch": Layout("whole_batch", 4, TP2, replays=True),
-    "trainer 3, generator 1, averaged over tokens": Layout("by_token", 4, {"services": services(3, 1)}, replays=True),
+    "trainer 3, generator 1, averaged over tokens": Layout("by_token", 4, {"services": {"trainer": {"procs": 3}}}, replays=True),
     "llama, trainer TP 2 x FSDP 2": Layout("stale", 4, TP2, replays=True, model=("llama", False)),
     "qwen2, trainer TP 2 x FSDP 2": Layout("stale", 4, TP2, replays=True, model=("qwen2", True)),
     "qwen3 untied, trainer 1, generator TP 2": Layout("fresh", 3, {"services": services(1, 2)}, model=("qwen3", False)),
