@@ -58,10 +58,9 @@ def test_a_target_that_is_missing_is_an_error_and_not_a_wrong_answer():
 )
 def test_text_from_a_model_is_never_executed_nor_evaluated(reward, attack, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    start = time.perf_counter()
     for target in ("9", "1", "9**9**9"):
         assert reward("", attack, target) == 0.0
-    assert time.perf_counter() - start < 1.0 and os.listdir(tmp_path) == []
+    assert os.listdir(tmp_path) == []
 
 
 @pytest.mark.parametrize(
@@ -101,20 +100,19 @@ def test_text_from_a_model_is_never_executed_nor_evaluated(reward, attack, tmp_p
         "9**",
     ],
 )
-def test_a_hundred_thousand_characters_are_graded_in_bounded_time(piece):
-    text = piece * (100_000 // len(piece))
-    for response in (
-        text,
-        "\\boxed{" + text + "}",
-        "answer is " + text,
-        "\\boxed{" + text,
-        text + "#### 3",
-        text + " 5",
-    ):
-        start = time.perf_counter()
+def test_the_cost_of_grading_grows_no_faster_than_the_text(piece):
+    """Eight times the text must cost far less than the 64 times that one quadratic pattern would."""
+
+    def cost(characters: int, wrap: str) -> float:
+        response = wrap.replace("TEXT", piece * (characters // len(piece)))
+        begun = time.process_time()
         for reward in (grade, ThinkingReward(), DigitsReward()):
             assert reward("", response, "17") == 0.0
-        assert time.perf_counter() - start < 2.0, response[:40]
+        return time.process_time() - begun
+
+    for wrap in ("TEXT", "\\boxed{TEXT}", "answer is TEXT", "\\boxed{TEXT", "TEXT#### 3", "TEXT 5"):
+        short, long = (min(cost(n, wrap) for _ in range(3)) for n in (12_500, 100_000))
+        assert long < 24 * max(short, 0.002), wrap
 
 
 def test_a_thought_counts_once_and_only_with_an_answer_after_it():
