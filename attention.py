@@ -67,12 +67,22 @@ def packed_attention(
     *,
     segments: Segments,
     scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """Causal attention inside each segment. query [1, Hq, N, D]; key, value [1, Hkv, N, D] -> [1, N, Hq, D].
 
-    transformers calls it once per layer.
+    transformers calls it once per layer. ValueError where the model wants what the kernels here do not do, rather than other numbers.
     """
+    if softcap is not None or s_aux is not None:
+        raise ValueError(f"{type(module).__name__} caps its attention scores or has attention sinks: packed attention does neither")
+    if sliding_window is not None and sliding_window < segments.max_seqlen:
+        raise ValueError(
+            f"a sequence of {segments.max_seqlen} tokens exceeds the model's sliding window of {sliding_window}, which packed attention "
+            f"does not support: lower training.seq_len to {sliding_window}"
+        )
     q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))  # [N, H, D]
     kernel = KERNELS.get((q.device.type, q.dtype), per_length)
     return kernel(q, k, v, segments, scaling)[None], None

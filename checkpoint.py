@@ -51,6 +51,7 @@ class Saved:
     waiting: list[list[Group]] = field(default_factory=list)  # rollouts sampled and not yet trained on
     random: list[tuple] = field(default_factory=list)  # state of each rank's random number generators
     engine_random: list[tuple | None] = field(default_factory=list)  # and of its engine's, where it has one
+    recent: list[float] = field(default_factory=list)  # losses of the last steps, for an early stop
     folder: Path | None = None  # of weights and moments
 
 
@@ -63,7 +64,8 @@ def save(
     clock: Clock,
     *,
     position: int,
-    waiting: list[list[Group]],
+    waiting: list[list[Group]] | None = None,
+    recent: list[float] | None = None,
     engine_random: tuple | None = None,
 ) -> None:
     """Write `output/checkpoints/step_N`, with the mark last, then remove the oldest. Collective over the world.
@@ -73,7 +75,8 @@ def save(
     Those of later steps are removed too: like the lines of metrics.jsonl, they are of a run that this one has taken the place of.
     """
     with clock.phase("ckpt"):
-        _save(output, trainer, place, cfg, Saved(step, trainer.updates, position, waiting), engine_random)
+        saved = Saved(step, trainer.updates, position, waiting or [], recent=recent or [])
+        _save(output, trainer, place, cfg, saved, engine_random)
 
 
 def _save(output: Path, trainer: Trainer, place: Placement, cfg: CheckpointConfig, saved: Saved, engine: tuple | None) -> None:
@@ -122,7 +125,10 @@ def find(resume: str, output: Path, place: Placement) -> Saved:
     folder = None
     if resume == "auto":
         folder = next(reversed(whole(output)), None)
-    elif resume != "never":
+    elif resume == "never":
+        for old in whole(output) if place.is_root else []:
+            _remove(old)  # or `auto` would go on from it, should this run end before its first checkpoint
+    else:
         folder = Path(resume)
         if not (folder / MARK).exists():
             raise ValueError(
@@ -143,7 +149,10 @@ def restore(saved: Saved, trainer: Trainer, place: Placement) -> None:
         return
     if trainer.model.is_local:
         state = trainer.state()
-        dcp.load(state, checkpoint_id=saved.folder, process_group=place.trainer_group)
+        try:
+            dcp.load(state, checkpoint_id=saved.folder, process_group=place.trainer_group)
+        except dcp.CheckpointException as error:
+            raise ValueError(f"{saved.folder} holds another model than this run's: set resume: never, or another output") from error
     trainer.resume_at(saved.updates)
     if len(saved.random) == dist.get_world_size():
         set_random_state(saved.random[dist.get_rank()])

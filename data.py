@@ -97,6 +97,10 @@ class PromptStream:
                 self._drop(len(prompt.token_ids), place)
         return prompts
 
+    def counts(self) -> dict[str, float]:
+        """For the log: the pass (0-based), the rows taken, and the prompts dropped because they were too long."""
+        return {"data/epoch": self.epoch, "data/rows": self.position, "data/dropped": self.dropped}
+
     def steps_in_all(self, count: int) -> int | None:
         """How many times `take(count)` is answered from the run's start to the end of its passes; None where that is not known.
 
@@ -126,6 +130,8 @@ class PromptStream:
                     f"no prompt of dataset.path={self._cfg.path} fits: the limit is {self._max_prompt_tokens} tokens "
                     f"and the shortest of {size} prompts has {self._shortest}; raise training.seq_len"
                 )
+            if self.dropped:
+                log.warning("%d prompts of %s were over %d tokens so far", self.dropped, self._cfg.path, self._max_prompt_tokens)
             epoch, skip = epoch + 1, max(skip - size, 0)
 
     def _drop(self, num_tokens: int, place: int) -> None:

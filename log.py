@@ -111,6 +111,8 @@ class Log:
         self._warned: set[str] = set()
         if resumed_after is not None:
             self.resume_at(resumed_after + 1 if resumed_after else 0)
+        if enabled and resumed_after and total_steps is not None and resumed_after >= total_steps:
+            print(f"all {total_steps} steps are done: raise training.steps to go on, or set resume=never to start over", flush=True)
 
     def resume_at(self, step: int) -> None:
         """Drop what was written for `step` and later: the run takes these steps again. Before anything is written."""
@@ -135,7 +137,7 @@ class Log:
     def step(self, step: int, values: dict[str, float], groups: list[Group] | None = None) -> None:
         """One line everywhere. A value that is not finite becomes null in the JSON, with one warning a name.
 
-        An evaluation before the first or after the last step is an object of its own, with eval/* alone.
+        An evaluation before the first step, or after the last one where the end of the data came unforeseen, is an object of its own.
         """
         if self.enabled and values:
             with self._clock.phase("log") if self._clock else nullcontext():

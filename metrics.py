@@ -20,7 +20,7 @@ from batch import Group
 
 # Per token, by the trainer: entropy/mean is exact, entropy/nll is -logprobs of the sampled tokens, kl/old is
 # old_logprobs - logprobs (k1), clip/high and clip/low are shares of tokens with A > 0 above the range and A < 0 below
-# it, ratio is exp(logprobs - old_logprobs), mismatch is |old_logprobs - gen_logprobs|.
+# it, ratio is exp(logprobs - old_logprobs), mismatch is |logprobs - gen_logprobs|, of the first update.
 TOKEN_MEANS = tuple("entropy/mean entropy/nll kl/ref_k3 kl/old clip/high clip/low ratio/mean mismatch/abs_mean".split())
 TOKEN_MAXIMA = ("ratio/max", "mismatch/abs_max")
 CPU = torch.device("cpu")
@@ -32,7 +32,7 @@ STOP_REASONS = ("eos", "stop_string", "length", "abort")
 class MetricsConfig:
     tensorboard: bool = True  # write TensorBoard files to <output>/tensorboard
     jsonl: bool = True  # write <output>/metrics.jsonl, one object a step
-    samples_every: int = 10  # steps between tables of sample completions (also the first and the last step); 0: never
+    samples_every: int = 10  # steps between tables of sample completions, besides the first and the last of `training.steps`; 0: never
 
 
 class TokenStats:
@@ -142,6 +142,9 @@ def group_metrics(
         assert given == sizes, f"advantages for {given} samples, groups of {sizes}"
         adv = [float(a) for per_sample in advantages for a in per_sample]
         result |= _mean_std("adv", adv)
+        tokens = [len(c.token_ids) for c in completions]
+        if sum(tokens):
+            result["adv/token_mean"] = sum(a * n for a, n in zip(adv, tokens, strict=True)) / sum(tokens)
         result["adv/abs_max"] = max(map(abs, adv))
         result["adv/frac_pos"] = sum(a > 0 for a in adv) / len(adv)
 

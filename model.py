@@ -103,6 +103,9 @@ class Model:
             return
         self.device = device_of(mesh)
         lm = self.source.read(AutoModelForCausalLM, dtype="auto", attn_implementation=attention.NAME)
+        scales = {key: lm.config.to_dict().get(key, 1) for key in ("logits_scaling", "logit_scale")}
+        if any(scale not in (1, None) for scale in scales.values()):
+            raise ValueError(f"model={source.name} scales its logits ({scales}), which the head does not support")
         if not trainable:
             lm.requires_grad_(False)
         self._module = ResponseLogprobs(lm, temperature)

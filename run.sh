@@ -171,7 +171,7 @@ run_script() {
     *) die "there is no command '${script[0]:-}'; ./run.sh --help lists them" ;;
   esac
   # These answer from the configuration alone.
-  if [[ " ${script[*]} " =~ " "(-h|--help|--plan)" " ]]; then start "$python" "${script[@]}"; else launch; fi
+  if [[ " ${script[*]} " =~ " "(-h|--help|--plan(=[0-9]*)?)" " ]]; then start "$python" "${script[@]}"; else launch; fi
 }
 
 root=$(dirname "$(readlink -f "$0")")

@@ -1,6 +1,7 @@
 """From a config to a checked plan: everything that can be known to be wrong before a process group, a model or an engine exists."""
 
 import logging
+import math
 import os
 import random
 import sys
@@ -11,7 +12,9 @@ from typing import Any, Literal
 import numpy as np
 import torch
 import transformers
+import yaml
 
+import checkpoint
 import config
 from config import Call
 from data import DatasetConfig
@@ -88,7 +91,11 @@ def resolve_loss(loss: Call | None, grpo: GRPOConfig) -> Any:
 def resolve_advantage(grpo: GRPOConfig) -> Any:
     """The advantage function, tried on a group of the run's size."""
     advantage = grpo.advantage.resolve()
-    advantage([0.0] * grpo.n_samples)
+    values = advantage([0.0] * grpo.n_samples)
+    if len(values) != grpo.n_samples or not all(math.isfinite(v) for v in values):
+        raise ValueError(
+            f"grpo.advantage={grpo.advantage.fn} gave {values} for {grpo.n_samples} equal rewards: it must give one finite number for each"
+        )
     return advantage
 
 
@@ -135,6 +142,27 @@ def make_plan(services: ServicesConfig | None, parallelism: ParallelismConfig, *
     return None
 
 
+# What may differ between a run and its continuation: how far and where it runs, and what it writes.
+FREE_KEYS = {"resume", "output", "device", "services", "colocate", "parallelism", "generator", "eval", "checkpoint", "metrics"}
+FREE_KEYS |= {"training.steps", "training.max_tokens_per_batch"}
+
+
+def check_same_run(output: Path, before: dict, now: dict) -> None:
+    """ValueError when `output` holds checkpoints of a run that was configured otherwise: going on would mix two experiments."""
+
+    def flat(tree: dict, prefix: str = "") -> dict[str, Any]:
+        items = ((f"{prefix}{key}", value) for key, value in tree.items() if f"{prefix}{key}" not in FREE_KEYS)
+        return {k: v for key, value in items for k, v in (flat(value, f"{key}.") if isinstance(value, dict) else {key: value}).items()}
+
+    old, new = flat(before), flat(now)
+    if changed := sorted(key for key in old | new if old.get(key) != new.get(key)):
+        told = ", ".join(f"{key} was {old.get(key)} and is {new.get(key)}" for key in changed[:3])
+        raise ValueError(
+            f"{output} holds checkpoints of a run with another configuration ({told}): set another output, resume: never to start over, "
+            f"or the same values to go on"
+        )
+
+
 def open_run(cfg: Any, place: Placement) -> Path:
     """The run's folder, with the resolved configuration in it; prints what runs where. Logs of other ranks are warnings only."""
     logging.basicConfig(level=logging.INFO if place.is_root else logging.ERROR, format="%(message)s", force=True)
@@ -146,6 +174,8 @@ def open_run(cfg: Any, place: Placement) -> Path:
     torch.manual_seed(cfg.seed)
     output = cfg.output or Path("runs") / config.run_name(arguments())
     if place.is_root:
+        if cfg.resume == "auto" and checkpoint.whole(output):
+            check_same_run(output, yaml.safe_load((output / "config.yaml").read_text()), yaml.safe_load(config.dump(cfg)))
         output.mkdir(parents=True, exist_ok=True)
         (output / "config.yaml").write_text(config.dump(cfg))
         print(f"{place.plan.table()}\nrun folder {output}", flush=True)

@@ -125,18 +125,18 @@ def train(cfg: Config, place: Placement, output: Path, dataset: DatasetConfig, l
         numbers = group_metrics(groups, advantages, step) | stats | {"policy_version": published}
         step += 1
 
-        # 4. Publish policy version `step`, and keep what a later run needs to go on from here.
-        if publishes:
+        # 4. Publish policy version `step`, look at it, and keep what a later run needs to go on from here.
+        if publishes or step == total:
             published = publish()
-        if checkpoint.is_due(step, cfg.checkpoint, training.sync_interval) and step != total:
-            checkpoint.save(output, step, trainer, place, cfg.checkpoint, clock, **rollouts.state())
-        numbers |= held_out.evaluate(generator, scorer) if held_out.is_due(step, training.sync_interval) and step != total else {}
+        if held_out.is_due(step, training.sync_interval) or step == total:
+            numbers |= held_out.evaluate(generator, scorer)
         times = clock.reduce(place.objects)
-        log.step(step, numbers | times | speed(groups, times, place, policy, generator), groups)
+        log.step(step, numbers | prompts.counts() | times | speed(groups, times, place, policy, generator), groups)
+        if checkpoint.is_due(step, cfg.checkpoint, training.sync_interval) or step == total:
+            checkpoint.save(output, step, trainer, place, cfg.checkpoint, clock, **rollouts.state())
 
-    if published != step:
+    if step > saved.step and step != total:  # the data has ended before its expected end
         publish()
-    if step > saved.step:
         log.step(step, held_out.evaluate(generator, scorer))
         checkpoint.save(output, step, trainer, place, cfg.checkpoint, clock, **rollouts.state())
     if cfg.checkpoint.export_hf:

@@ -71,8 +71,8 @@ def train(cfg: Config, place: Placement, output: Path) -> None:
     total = training.steps if training.steps is not None else rows.steps_in_all(training.prompts_per_update)
     log = Log(cfg.metrics, output, place.is_root, total, clock, resumed_after=saved.step)
     step = saved.step  # steps done
-    recent: deque[float] = deque(maxlen=10)  # losses
-    while total is None or step < total:
+    recent = deque(saved.recent, maxlen=10)  # losses
+    while (total is None or step < total) and not reached(cfg.stop_at_loss, recent):
         taken = rows.take(training.prompts_per_update)
         episodes = [supervised(p.token_ids, encode_completion(tokenizer, p.target), training.seq_len) for p in taken]
         if not episodes:
@@ -81,16 +81,18 @@ def train(cfg: Config, place: Placement, output: Path) -> None:
             stats = trainer.train(episodes, step)
         step += 1
         recent.append(stats["loss/policy"])
-        if checkpoint.is_due(step, cfg.checkpoint, 1) and step != total:
-            checkpoint.save(output, step, trainer, place, cfg.checkpoint, clock, position=rows.position, waiting=[])
-        log.step(step, stats | {"data/epoch": rows.epoch, "data/tokens": stats["loss/tokens"]} | clock.reduce(place.objects))
-        if cfg.stop_at_loss is not None and len(recent) == recent.maxlen and statistics.fmean(recent) <= cfg.stop_at_loss:
-            break
+        log.step(step, stats | rows.counts() | {"data/tokens": stats["loss/tokens"]} | clock.reduce(place.objects))
+        if checkpoint.is_due(step, cfg.checkpoint, 1):
+            checkpoint.save(output, step, trainer, place, cfg.checkpoint, clock, position=rows.position, recent=list(recent))
     if step > saved.step:
-        checkpoint.save(output, step, trainer, place, cfg.checkpoint, clock, position=rows.position, waiting=[])
+        checkpoint.save(output, step, trainer, place, cfg.checkpoint, clock, position=rows.position, recent=list(recent))
     if cfg.checkpoint.export_hf:
         policy.export(output / "hf")
     log.close()
+
+
+def reached(goal: float | None, recent: deque[float]) -> bool:
+    return goal is not None and len(recent) == recent.maxlen and statistics.fmean(recent) <= goal
 
 
 if __name__ == "__main__":

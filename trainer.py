@@ -96,7 +96,7 @@ class Trainer:
         self.model, self.cfg, self.loss, self.importance_cap = model, cfg, loss, importance_cap
         self.updates = 0  # optimizer steps taken
         names = forward_arguments(loss)
-        self._has_ratio = bool(names & {"old_logprobs", "gen_logprobs"})
+        self._has_ratio, self._weighs_itself = "old_logprobs" in names, "gen_logprobs" in names
         if not model.is_local:
             return
         self._parameters = model.shards()
@@ -198,8 +198,11 @@ class Trainer:
         return share, metrics, mask
 
     def _correction(self, frozen: Tensor, gen: Tensor | None) -> Tensor | float:
-        """What makes a token's importance weight min(pi / pi_sampler, cap), whether or not the loss forms the ratio itself. [B, T]"""
-        if self.importance_cap is None or gen is None:
+        """What makes a token's importance weight min(pi / pi_sampler, cap), also where the loss has the ratio to old_logprobs. [B, T]
+
+        A loss that asks for gen_logprobs weighs the sampler's data itself, as it says, and is left alone.
+        """
+        if self.importance_cap is None or gen is None or self._weighs_itself:
             return 1.0
         ratio = (frozen - gen).exp()
         return (self.importance_cap / ratio).clamp(max=1.0) if self._has_ratio else ratio.clamp(max=self.importance_cap)

@@ -5,6 +5,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
@@ -15,9 +16,9 @@ ALONE_S = 30.0  # after which a rank that failed before the world existed, and s
 def launch(main: Callable[[], None]) -> None:
     """Run `main`; when it raises, print why once for the whole job and leave at once with exit code 1.
 
-    A ValueError is something the user can change and is printed as its message; anything else with its traceback. The rank that
-    fails first claims the right to speak in the job's store, so the errors of peers that lost their partner stay one line long.
-    The process leaves without destructors: a peer may be inside a collective that this rank will never join, and torchrun ends
+    A ValueError that our own code raises is something the user can change: its message is printed. All else has its traceback. The
+    rank that fails first claims the right to speak in the job's store, so the errors of peers that lost their partner stay one line
+    long. The process leaves without destructors: a peer may be inside a collective that this rank will never join, and torchrun ends
     the peers when one rank has gone.
     """
     try:
@@ -30,7 +31,7 @@ def launch(main: Callable[[], None]) -> None:
             raise
         rank = int(os.environ.get("RANK", 0))
         if _claim(rank):
-            if isinstance(error, ValueError):
+            if isinstance(error, ValueError) and _is_told_on_purpose(error):
                 print(f"error: {error}", file=sys.stderr, flush=True)
             elif not isinstance(error, SystemExit):
                 print(f"rank {rank} failed:\n{traceback.format_exc()}", file=sys.stderr, flush=True)
@@ -45,6 +46,13 @@ def finish() -> None:
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()
+
+
+def _is_told_on_purpose(error: BaseException) -> bool:
+    """Did a `raise` in one of our own files end the program? Otherwise the message alone would not say where to look."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = Path(__file__).resolve().parents[1]
+    return bool(frames) and own in Path(frames[-1].filename).parents and (frames[-1].line or "").startswith("raise")
 
 
 def _claim(rank: int) -> bool:

@@ -106,7 +106,11 @@ class Plan:
         if services is None or colocate:
             least = max(generator_tp, tp * max(shards, 1))
             world = world_size or least
-            if shards not in (-1, world // tp) or world % tp:
+            if world % tp:
+                raise ValueError(
+                    f"all roles share {world} ranks, which parallelism.tensor_parallel_degree={tp} does not divide; start a multiple"
+                )
+            if shards not in (-1, world // tp):
                 raise ValueError(
                     f"all roles share {world} ranks, but parallelism asks the trainer for tensor_parallel_degree={tp} x "
                     f"data_parallel_shard_degree={shards}; start {least} ranks, or set data_parallel_shard_degree: -1"
@@ -128,6 +132,7 @@ class Plan:
         problems = []
         needed = tp * max(shards, 1)
         if services.trainer.procs % tp or (shards != -1 and services.trainer.procs != needed):
+            first += needed - services.trainer.procs  # what follows speaks of the roles as they would then be
             problems.append(
                 f"services.trainer.procs={services.trainer.procs}, but parallelism asks for tensor_parallel_degree={tp} x "
                 f"data_parallel_shard_degree={shards} = {needed} ranks; set services.trainer.procs: {needed}, or "
@@ -139,9 +144,10 @@ class Plan:
                 f"set services.ref_model.procs: {tp}"
             )
         if world_size is not None and world_size < first:
+            fewer = "set ref_model.with_gpus: false or remove ref_model (with beta 0), " if "ref_model" in bounds else ""
             problems.append(
-                f"the roles need {first} ranks and there are {world_size}; start more (--nproc {first}), lower services.*.procs, set "
-                f"ref_model.with_gpus: false or remove ref_model (with beta 0), or set colocate: true to share {world_size} ranks"
+                f"the roles need {first} ranks and there are {world_size}; start more (--nproc {first}), lower services.*.procs, "
+                f"{fewer}or set colocate: true to share {world_size} ranks"
             )
         if world_size is not None and world_size > first:
             problems.append(f"{world_size - first} of {world_size} ranks would be idle; start {first}, or raise services.*.procs")

@@ -191,6 +191,7 @@ def test_group_metrics_of_a_step_computed_by_hand():
         "adv/mean": 0.0,
         "adv/std": math.sqrt(6 / 8),
         "adv/abs_max": 2.0,
+        "adv/token_mean": (2 * 10 - 30 - 100) / 400,
         "adv/frac_pos": 1 / 8,
         "len/mean": 50.0,
         "len/p50": 40.0,

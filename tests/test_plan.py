@@ -63,10 +63,14 @@ set services.trainer.procs: 4, or data_parallel_shard_degree: -1"""
 
 
 def test_the_guides_distributed_file_alone_is_refused_with_the_rank_table_and_the_remedy(planned):
-    for arguments in (["--plan"], []):
+    ranks = (
+        "\n  - the roles need 6 ranks and there are 4; start more (--nproc 6), lower services.*.procs, "
+        "or set colocate: true to share 4 ranks"
+    )
+    for arguments, more in ((["--plan"], ""), ([], ranks)):
         with pytest.raises(ValueError) as error:
             planned(GUIDE / "distributed.yaml", *arguments, ranks=4)
-        assert str(error.value) == CONTRADICTION
+        assert str(error.value) == CONTRADICTION + more
 
 
 @pytest.mark.parametrize("remedy", ["services.trainer.procs=4", "parallelism.data_parallel_shard_degree=-1"])

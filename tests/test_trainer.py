@@ -75,12 +75,32 @@ def test_stale_data_weighs_min_of_ratio_and_cap_in_a_loss_that_has_no_ratio(trai
     assert_same_gradient(gradient(trainer), plain_gradient(plain, loss))
 
 
+class Surrogate(PolicyLoss):
+    """The importance-weighted objective, with nothing clipped."""
+
+    averaging = "token"
+
+    def per_token(self, logprobs, advantages, old_logprobs):
+        return -(logprobs - old_logprobs).exp() * advantages
+
+
 def test_stale_data_weighs_min_of_ratio_and_cap_in_a_loss_that_has_the_ratio(trainer_of, plain):
     episodes = some_episodes()
-    trainer = trainer_of(ReinforceLoss(), importance_cap=2.0)
+    for e in episodes:
+        e.old_logprobs = e.gen_logprobs
+    trainer = trainer_of(Surrogate(), importance_cap=2.0)
     trainer.update(episodes, 0)
     sums, counts = sampled_weight(plain, episodes, 2.0)
     assert_same_gradient(gradient(trainer), plain_gradient(plain, sum(sums) / sum(counts)))
+
+
+def test_a_loss_that_weighs_the_samplers_data_itself_keeps_its_own_weights(trainer_of, plain):
+    episodes = some_episodes()
+    for clip_ratio, cap in ((None, math.inf), (3.0, 4.0)):  # clamped to [-2, 4]: from above, and above the trainer's cap
+        trainer = trainer_of(ReinforceLoss(clip_ratio=clip_ratio), importance_cap=2.0)
+        trainer.update(episodes, 0)
+        sums, counts = sampled_weight(plain, episodes, cap)
+        assert_same_gradient(gradient(trainer), plain_gradient(plain, sum(sums) / sum(counts)))
 
 
 def test_without_a_cap_nothing_is_corrected(trainer_of, plain):
