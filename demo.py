@@ -25,7 +25,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the model's weights, the problems held out and the sampling")
     parser.add_argument("--output", type=Path, default=Path("runs/demo"), help="folder of the demo, started over each time")
     options = parser.parse_args()
-    output, seconds = options.output, {}
+    output, seconds = options.output.resolve(), {}
 
     def timed(phase: str, script: str, config: str, *overrides: str) -> Path:
         print(f"\n=== {phase}: {script} {config}", flush=True)
@@ -35,7 +35,9 @@ def main() -> None:
         return folder
 
     begun = time.monotonic()
-    shutil.rmtree(output, ignore_errors=True)
+    for part in ("model", "base", "sft", "grpo"):  # of an earlier demo; nothing else in the folder is touched
+        shutil.rmtree(output / part, ignore_errors=True)
+    (output / "summary.json").unlink(missing_ok=True)
     make_problems(output, options.seed)
     make_model(output / "model", options.seed)
     seconds["setup"] = round(time.monotonic() - begun, 1)
@@ -64,7 +66,8 @@ def run(script: str, *arguments: str) -> None:
     environment = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"} | os.environ
     code = subprocess.run(command, env=environment, cwd=Path(__file__).parent).returncode
     if code:
-        raise SystemExit(code)
+        print(f"demo: {script} ended with exit code {code}", file=sys.stderr, flush=True)
+        raise SystemExit(max(code, 1))
 
 
 def accuracies(folder: Path) -> list[float]:
@@ -81,7 +84,7 @@ def problems(seed: int) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
 
 
 def make_problems(output: Path, seed: int) -> None:
-    output.mkdir(parents=True)
+    output.mkdir(parents=True, exist_ok=True)
     for name, rows in zip(("train", "held_out"), problems(seed), strict=True):
         (output / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
