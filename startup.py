@@ -159,7 +159,7 @@ def check_same_run(output: Path, before: dict, now: dict) -> None:
         told = ", ".join(f"{key} was {old.get(key)} and is {new.get(key)}" for key in changed[:3])
         raise ValueError(
             f"{output} holds checkpoints of a run with another configuration ({told}): set another output, resume: never to start over, "
-            f"or the same values to go on"
+            f"the same values to go on, or resume: <a checkpoint's folder> to go on with the new ones"
         )
 
 

@@ -42,7 +42,7 @@ class Config:
     loss: config.Call | None = None  # a loss class with its options, in place of grpo.clip_low, grpo.clip_high and grpo.beta
     rewards: dict[str, config.Call] = field(default_factory=dict)  # by name: fn, weight (1.0) and the options of fn
     services: ServicesConfig | None = None  # ranks of each role; null: every role on every rank
-    colocate: bool = False  # true: every role on every rank, whatever services says (generator.procs stays the engine's TP degree)
+    colocate: bool = False  # true: every role on every rank; of services only generator.procs counts, as the engine's TP degree
     parallelism: ParallelismConfig = field(default_factory=ParallelismConfig)
     generator: GeneratorConfig = field(default_factory=GeneratorConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)

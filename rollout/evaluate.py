@@ -23,7 +23,7 @@ class EvalConfig:
     every: int = 0  # steps between evaluations, put off to a step that syncs the weights, besides the first and last; 0: only those
     n_samples: int = 1  # completions per prompt
     temperature: float = 0.0  # 0: greedy
-    max_prompts: int | None = None  # the first so many prompts of the dataset; null: all
+    max_prompts: int | None = None  # so many prompts, the same ones each time; null: all
 
     def check(self) -> None:
         if self.every < 0:
