@@ -10,14 +10,15 @@ from zlib import crc32
 class Recording:
     """A reward that depends on every character. `folder`/rank_<r>.jsonl has [prompt, response] of all that rank r scored, in order.
 
-    hang_after: scores, after which the rank leaves rank_<r>.hangs and waits to be killed; every rank's process and that of
-    torchrun are then in rank_<r>.pids.
+    RECORDING_HANGS_AFTER in the environment: scores, after which the rank leaves rank_<r>.hangs and waits to be killed; every rank's
+    process and that of torchrun are then in rank_<r>.pids. It is no option: the run goes on with the same configuration.
     """
 
-    def __init__(self, *, folder: str, hang_after: int | None = None):
-        self.path, self.hang_after, self.count = Path(folder) / f"rank_{os.environ.get('RANK', 0)}", hang_after, 0
+    def __init__(self, *, folder: str):
+        self.path, self.count = Path(folder) / f"rank_{os.environ.get('RANK', 0)}", 0
+        self.hang_after = int(os.environ.get("RECORDING_HANGS_AFTER", -1))
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        if hang_after is not None:
+        if self.hang_after >= 0:
             self.path.with_suffix(".pids").write_text(f"{os.getpid()} {os.getppid()}")
 
     def __call__(self, prompt: str, response: str, target: str) -> float:

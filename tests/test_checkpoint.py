@@ -123,8 +123,8 @@ class Factory:
         held_out = {"dataset": {"path": str(self.test)}, "max_prompts": HELD_OUT}
         return self.config(name, **sections, eval=held_out)
 
-    def _arguments(self, output: Path, **reward: Any) -> list[str]:
-        recording = {"fn": f"{ROOT}/tests/recording.py:Recording", "folder": str(output / "scored"), **reward}
+    def _arguments(self, output: Path) -> list[str]:
+        recording = {"fn": f"{ROOT}/tests/recording.py:Recording", "folder": str(output / "scored")}
         return [f"output={output}", f"rewards={{recording: {json.dumps(recording)}}}"]
 
     def grpo(self, name: str, ranks: int, recipe: dict[str, Any], *overrides: str) -> Run:
@@ -138,8 +138,9 @@ class Factory:
         hang_after = (HELD_OUT + int(PER_ROLLOUT * rollouts)) // samplers
         deadline = time.monotonic() + 300
         with ThreadPoolExecutor() as pool:
-            arguments = [self._grpo(name, recipe), *self._arguments(output, hang_after=hang_after)]
-            job = pool.submit(run_script, ranks, "train_grpo.py", *arguments, check=False)
+            arguments = [self._grpo(name, recipe), *self._arguments(output)]
+            hangs = {"RECORDING_HANGS_AFTER": str(hang_after)}
+            job = pool.submit(run_script, ranks, "train_grpo.py", *arguments, env=hangs, check=False)
             while len(list(output.glob("scored/*.hangs"))) < samplers and not job.done() and time.monotonic() < deadline:
                 time.sleep(0.2)
             pids = {int(pid) for path in output.glob("scored/*.pids") for pid in path.read_text().split()}

@@ -173,8 +173,9 @@ def read_run(folder: Path, model: Path, nproc: int) -> Run:
     rows = [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
     ranks = [read_observed(folder / f"rank_{r}.pkl") for r in range(nproc)]
     weights = load_file(folder / "run/hf/model.safetensors")
-    evaluations = [row for row in rows if "eval/reward" in row]
-    return Run(ranks, [row for row in rows if "loss/policy" in row], evaluations, weights, load_file(model / "model.safetensors"))
+    evaluations = [{k: v for k, v in row.items() if k == "step" or k.startswith("eval/")} for row in rows if "eval/reward" in row]
+    steps = [{k: v for k, v in row.items() if not k.startswith("eval/")} for row in rows if "loss/policy" in row]
+    return Run(ranks, steps, evaluations, weights, load_file(model / "model.safetensors"))
 
 
 def samples(run: Observed) -> Iterator[tuple[str, Group, int, Completion]]:

@@ -1,0 +1,43 @@
+"""What a run refuses before anything expensive, beyond its configuration's types."""
+
+from pathlib import Path
+
+import pytest
+
+from config import Call
+from startup import GRPOConfig, check_same_run, resolve_advantage
+
+BEFORE = {"model": "m", "seed": 0, "training": {"steps": 10, "learning_rate": 1e-6}, "services": None, "loss": {"fn": "a", "scale": 1.0}}
+
+
+@pytest.mark.parametrize("now", [
+    BEFORE | {"training": {"steps": 20, "learning_rate": 1e-6}},
+    BEFORE | {"services": {"trainer": {"procs": 2}}},
+    BEFORE | {"resume": "auto", "metrics": {"jsonl": False}},
+])  # fmt: skip
+def test_a_run_goes_on_for_longer_and_on_other_ranks(now):
+    check_same_run(Path("runs/x"), BEFORE, now)
+
+
+@pytest.mark.parametrize(("now", "told"), [
+    (BEFORE | {"seed": 1}, "seed was 0 and is 1"),
+    (BEFORE | {"loss": {"fn": "a", "scale": 2.0}}, "loss.scale was 1.0 and is 2.0"),
+    (BEFORE | {"training": {"steps": 10, "learning_rate": 1e-5}}, "training.learning_rate was 1e-06 and is 1e-05"),
+    ({k: v for k, v in BEFORE.items() if k != "loss"}, "loss.fn was a and is None"),
+])  # fmt: skip
+def test_another_experiment_is_not_mixed_into_a_folder_with_checkpoints(now, told):
+    with pytest.raises(ValueError) as error:
+        check_same_run(Path("runs/x"), BEFORE, now)
+    assert "runs/x holds checkpoints" in str(error.value) and told in str(error.value) and "resume: never" in str(error.value)
+
+
+def test_an_advantage_gives_a_finite_number_for_every_reward(tmp_path):
+    (tmp_path / "mine.py").write_text("def short(rewards): return rewards[1:]\ndef lost(rewards): return [float('nan')] * len(rewards)\n")
+    for name in ("short", "lost"):
+        with pytest.raises(ValueError, match="grpo.advantage=.*must give one finite number for each"):
+            resolve_advantage(GRPOConfig(n_samples=3, advantage=Call(f"{tmp_path}/mine.py:{name}")))
+
+
+def test_one_sample_a_prompt_cannot_be_compared_with_others():
+    with pytest.raises(ValueError, match="grpo.n_samples must be at least 2"):
+        resolve_advantage(GRPOConfig(n_samples=1))
