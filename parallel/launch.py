@@ -20,6 +20,8 @@ def launch(main: Callable[[], None]) -> None:
     rank that fails first claims the right to speak in the job's store, so the errors of peers that lost their partner stay one line
     long. The process leaves without destructors: a peer may be inside a collective that this rank will never join, and torchrun ends
     the peers when one rank has gone.
+
+    Not in sys.excepthook: torch.distributed wraps that hook and holds back what it prints.
     """
     try:
         main()

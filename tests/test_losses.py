@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.testing import assert_close
 
 from batch import LossOutput
+from config import Call
 from losses import GRPOLoss, NLLLoss, PolicyLoss, ReinforceLoss, SimpleGRPOLoss
 from losses.contract import (
     ARGUMENTS,
@@ -42,26 +43,8 @@ class K3Loss(PolicyLoss):
         return k3(logprobs, ref_logprobs)
 
 
-class CustomLoss(nn.Module):  # the guide's class, word for word but for the blank lines
-    def __init__(self, clip_range: float = 0.2, beta: float = 0.1):
-        super().__init__()
-        self.clip_range = clip_range
-        self.beta = beta
-
-    def forward(
-        self,
-        logprobs: torch.Tensor,
-        ref_logprobs: torch.Tensor,
-        advantages: torch.Tensor,
-        padding_mask: torch.Tensor,
-    ) -> torch.Tensor:
-        ratio = torch.exp(logprobs - ref_logprobs)
-        clipped_ratio = torch.clamp(ratio, 1 - self.clip_range, 1 + self.clip_range)
-        pg_loss = -torch.min(ratio * advantages, clipped_ratio * advantages)
-        kl = ref_logprobs - logprobs
-        masked_loss = (pg_loss + self.beta * kl) * padding_mask
-        loss = masked_loss.sum() / padding_mask.sum()
-        return loss
+# The guide's class, as it stands there.
+CustomLoss = Call(f"{Path(__file__).parent}/data/guide/custom_loss.py:CustomLoss").target()
 
 
 def golden_tensors() -> dict[str, Tensor]:

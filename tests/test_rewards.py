@@ -13,20 +13,6 @@ from rollout.rewards import DigitsReward, MathReward, RewardError, Scorer, Think
 
 grade = MathReward()
 
-# The class of the torchforge guide, as it stands there.
-GUIDE_REWARD = r"""
-import re
-class CustomMathReward:
-    def __call__(self, prompt: str, response: str, target: str) -> float:
-        # Extract answer from response
-        match = re.search(r'\\boxed{([^}]+)}', response)
-        if not match:
-            return 0.0
-
-        answer = match.group(1).strip()
-        return 1.0 if answer == target else 0.0
-"""
-
 
 def test_correct_and_wrong_are_the_two_values_of_the_reward():
     reward = MathReward(correct=2.0, wrong=-1.0)
@@ -177,9 +163,8 @@ def test_rewards_are_weighted_sums_of_unweighted_parts(tmp_path: Path):
     assert given.rewards == [] and scored.completions is given.completions
 
 
-def test_the_guides_reward_class_works_from_its_file(tmp_path: Path):
-    (tmp_path / "rewards_of_the_guide.py").write_text(GUIDE_REWARD)
-    scorer = Scorer({"custom": Call(f"{tmp_path}/rewards_of_the_guide.py:CustomMathReward", {})})
+def test_the_guides_reward_class_works_from_its_file():
+    scorer = Scorer({"custom": Call(f"{Path(__file__).parent}/data/guide/custom_math_reward.py:CustomMathReward", {})})
     assert scorer.score(group([r"\boxed{ 4 }", r"\boxed{5}", "4"])).rewards == [1.0, 0.0, 0.0]
 
 
