@@ -24,7 +24,8 @@ from batch import Group
 TOKEN_MEANS = tuple("entropy/mean entropy/nll kl/ref_k3 kl/old clip/high clip/low ratio/mean mismatch/abs_mean".split())
 TOKEN_MAXIMA = ("ratio/max", "mismatch/abs_max")
 CPU = torch.device("cpu")
-PHASES = ("generate", "reward", "logp_old", "logp_ref", "train", "sync", "ckpt", "wait", "eval", "log")
+# data: reading, tokenizing, making episodes; sleep: the engine making room for the trainer and coming back; log: writing metrics.
+PHASES = ("data", "generate", "reward", "logp_old", "logp_ref", "sleep", "train", "sync", "eval", "log", "ckpt", "wait")
 STOP_REASONS = ("eos", "stop_string", "length", "abort")
 
 

@@ -4,7 +4,9 @@ import logging
 import math
 import os
 import random
+import statistics
 import sys
+from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -161,6 +163,11 @@ def check_same_run(output: Path, before: dict, now: dict) -> None:
             f"{output} holds checkpoints of a run with another configuration ({told}): set another output, resume: never to start over, "
             f"the same values to go on, or resume: <a checkpoint's folder> to go on with the new ones"
         )
+
+
+def reached(goal: float | None, recent: deque[float]) -> bool:
+    """Whether the mean of the last losses is at most `goal`; never for null, nor before there are as many as `recent` holds."""
+    return goal is not None and len(recent) == recent.maxlen and statistics.fmean(recent) <= goal
 
 
 def open_run(cfg: Any, place: Placement) -> Path:

@@ -87,9 +87,8 @@ def train(cfg: Config, place: Placement, output: Path, dataset: DatasetConfig, l
     held_out = HeldOut(cfg.eval, read, sampling, place, clock)
     policy, reference, trainer, generator = handles(cfg, place, source, loss)
     checkpoint.restore(saved, trainer, place)
-    wanted = training.prompts_per_rollout
-    rollouts = Rollouts(prompts, wanted, grpo.n_samples, generator, scorer, sampling, place, clock, saved)
-    total = prompts.steps_in_all(wanted) if training.steps is None else training.steps  # None: a stream, whose end is not known
+    rollouts = Rollouts(prompts, training.prompts_per_rollout, grpo.n_samples, generator, scorer, sampling, place, clock, saved)
+    total = training.steps if training.steps is not None else prompts.steps_in_all(training.prompts_per_rollout)  # None: a stream
     log = Log(cfg.metrics, output, place.is_root, total, clock, resumed_after=saved.step)
     step = published = saved.step  # steps done, and by the policy that the engines hold
 
@@ -106,8 +105,10 @@ def train(cfg: Config, place: Placement, output: Path, dataset: DatasetConfig, l
         groups = rollouts.next()
         if not groups:
             break  # the pass over the data has ended
-        advantages = [advantage(g.rewards) for g in groups]
-        episodes = to_episodes(groups, advantages, mask_truncated=grpo.mask_truncated, old_from_sampler=grpo.off_policy(training))
+        with clock.phase("data"):
+            advantages = [advantage(g.rewards) for g in groups]
+            numbers = group_metrics(groups, advantages, step)
+            episodes = to_episodes(groups, advantages, mask_truncated=grpo.mask_truncated, old_from_sampler=grpo.off_policy(training))
 
         # 2. Score them: with the reference, and with the policy where its own log-probs are the ratio's denominator.
         if reference:
@@ -120,9 +121,9 @@ def train(cfg: Config, place: Placement, output: Path, dataset: DatasetConfig, l
         # 3. Sample ahead and update. No rank waits for another in between: on disjoint meshes the two overlap.
         rollouts.sample_until(grpo.max_policy_age if total is None else min(grpo.max_policy_age, total - step - 1))
         publishes = (step + 1) % training.sync_interval == 0
-        with generator.asleep(until_load=publishes), clock.phase("train"):
+        with clock.phase("sleep"), generator.asleep(until_load=publishes), clock.phase("train"):
             stats = trainer.train(episodes, step)
-        numbers = group_metrics(groups, advantages, step) | stats | {"policy_version": published}
+        numbers |= stats | {"policy_version": published}
         step += 1
 
         # 4. Publish policy version `step`, look at it, and keep what a later run needs to go on from here.
@@ -131,7 +132,7 @@ def train(cfg: Config, place: Placement, output: Path, dataset: DatasetConfig, l
         if held_out.is_due(step, training.sync_interval) or step == total:
             numbers |= held_out.evaluate(generator, scorer)
         times = clock.reduce(place.objects)
-        log.step(step, numbers | prompts.counts() | times | speed(groups, times, place, policy, generator), groups)
+        log.step(step, numbers | prompts.counts() | times | speed(episodes, times, place, policy, generator), groups)
         if checkpoint.is_due(step, cfg.checkpoint, training.sync_interval) or step == total:
             checkpoint.save(output, step, trainer, place, cfg.checkpoint, clock, **rollouts.state())
 

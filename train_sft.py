@@ -6,7 +6,6 @@ The model, packing, trainer, checkpoints and metrics of train_grpo.py; the episo
 the loss is the mean negative log-likelihood of the completion's tokens over the whole step.
 """
 
-import statistics
 from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,7 +22,8 @@ from metrics import Clock, MetricsConfig
 from model import Model, ModelSource
 from parallel.launch import launch
 from parallel.placement import ParallelismConfig, Placement
-from startup import arguments, make_plan, open_run
+from speed import speed
+from startup import arguments, make_plan, open_run, reached
 from trainer import Trainer, TrainingConfig
 
 
@@ -67,21 +67,23 @@ def train(cfg: Config, place: Placement, output: Path) -> None:
     policy = Model(source, place.trainer, trainable=True, dtype=training.dtype, temperature=1.0, max_tokens=training.row_tokens)
     trainer = Trainer(policy, training, NLLLoss())
     checkpoint.restore(saved, trainer, place)
-
     total = training.steps if training.steps is not None else rows.steps_in_all(training.prompts_per_update)
     log = Log(cfg.metrics, output, place.is_root, total, clock, resumed_after=saved.step)
     step = saved.step  # steps done
     recent = deque(saved.recent, maxlen=10)  # losses
     while (total is None or step < total) and not reached(cfg.stop_at_loss, recent):
-        taken = rows.take(training.prompts_per_update)
-        episodes = [supervised(p.token_ids, encode_completion(tokenizer, p.target), training.seq_len) for p in taken]
+        with clock.phase("data"):
+            taken = rows.take(training.prompts_per_update)
+            episodes = [supervised(p.token_ids, encode_completion(tokenizer, p.target), training.seq_len) for p in taken]
         if not episodes:
             break  # the pass over the data has ended
         with clock.phase("train"):
             stats = trainer.train(episodes, step)
         step += 1
         recent.append(stats["loss/policy"])
-        log.step(step, stats | rows.counts() | {"data/tokens": stats["loss/tokens"]} | clock.reduce(place.objects))
+        times = clock.reduce(place.objects)
+        numbers = stats | rows.counts() | {"data/tokens": stats["loss/tokens"]} | times
+        log.step(step, numbers | speed(episodes, times, place, policy))
         if checkpoint.is_due(step, cfg.checkpoint, 1):
             checkpoint.save(output, step, trainer, place, cfg.checkpoint, clock, position=rows.position, recent=list(recent))
     if step > saved.step:
@@ -89,10 +91,6 @@ def train(cfg: Config, place: Placement, output: Path) -> None:
     if cfg.checkpoint.export_hf:
         policy.export(output / "hf")
     log.close()
-
-
-def reached(goal: float | None, recent: deque[float]) -> bool:
-    return goal is not None and len(recent) == recent.maxlen and statistics.fmean(recent) <= goal
 
 
 if __name__ == "__main__":

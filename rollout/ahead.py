@@ -43,7 +43,8 @@ class Rollouts:
         """Sample and score this rank's share until `count` rollouts wait. No collective: other ranks may be training."""
         while len(self._queue) < count:
             with self._clock.phase("generate"):
-                prompts = self._prompts.take(self._num_prompts)
+                with self._clock.phase("data"):
+                    prompts = self._prompts.take(self._num_prompts)
                 groups = score_share(self._generator, self._scorer, prompts, self._n_samples, self._sampling, self._clock)
                 self._queue.append(groups)
 

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors.torch import load_file
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
@@ -111,6 +112,7 @@ def engine(place: Placement, *, model: str) -> dict[str, Any]:
     result["graph_sizes"] = len(vllm.compilation_config.cudagraph_capture_sizes)
     job.publish()
     result |= seeds(job)
+    job.publish()
     with watched(job.generator) as cached:
         long = job.prompts(2, 500)
         job.sample(long, n_samples=1)
@@ -139,11 +141,15 @@ def seeds(job: Job) -> dict[str, Any]:
     result["distinct"] = min(len({tuple(c) for c in group}) for group in first)
     pairs = [pair for x, y in zip(first[:16], half, strict=True) for pair in zip(x, y, strict=True)]
     result["same_in_half_a_batch"] = float(np.mean([a == b for a, b in pairs]))
-    for name, seed in [("unseeded", None), ("seeded", 1)] * 2:
-        with timed(result, f"{name}_s"):
-            job.sample(prompts, n_samples=8, seed=seed, max_new_tokens=256)
-    result["seed_cost"] = result["seeded_s"] / result["unseeded_s"] - 1
-    return result
+    seconds: dict[str, list[float]] = {"unseeded": [], "seeded": []}
+    for _ in range(4):
+        for name, seed in (("unseeded", None), ("seeded", 1)):
+            taken: dict[str, float] = {}
+            with timed(taken, name):
+                job.sample(prompts, n_samples=8, seed=seed, max_new_tokens=256)
+            seconds[name].append(taken[name])
+    best = {name: min(values[1:]) for name, values in seconds.items()}  # the first of each warms up
+    return result | {f"{name}_s": value for name, value in best.items()} | {"seed_cost": best["seeded"] / best["unseeded"] - 1}
 
 
 def sharing(job: Job, kind: str, until_load: bool) -> dict[str, Any]:
@@ -201,7 +207,8 @@ def sync(place: Placement, *, model: str, rounds: int, learning_rate: float) -> 
     weights = {n: (p.full_tensor() if isinstance(p, DTensor) else p).detach().bfloat16() for n, p in job.policy.shards().items()}
     result: dict[str, Any] = {"gaps": gaps, "norms": norms, "tensors": len(slices), "names": sorted(slices) == sorted(weights)}
     result["unequal"] = [n for n, t in weights.items() if not torch.equal(t, slices[n])]
-    result["moved"] = float(np.mean([float((t != first[n]).float().mean()) for n, t in slices.items()]))
+    moved = {n: float((t != first[n]).float().mean()) for n, t in slices.items()}
+    result |= {"moved": float(np.mean(list(moved.values()))), "moved_least": min(v for n, v in moved.items() if slices[n].ndim > 1)}
     sent = {t.name: (t.checksum, t.tensor.numel()) for b in stream_weights(job.policy.shards(), place, torch.bfloat16) for t in b}
     flip_last_bit(slices["model.layers.1.mlp.down_proj.weight"].data)
     result["fault"] = error_of(lambda: job.generator._verify(job.generator._model(), sent))
@@ -245,17 +252,24 @@ def exported(place: Placement, *, model: str) -> dict[str, Any]:
     unequal = [n for n, t in file.items() if not torch.equal(t, slices[n])]
     prompts = [Prompt(i, np.random.default_rng(i).integers(100, 40_000, 32).tolist()) for i in range(8)]
     groups = generator.generate(prompts, 1, Sampling(1.0, 32))
-    lm = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16).cuda()
-    gaps = []
-    with torch.no_grad():
-        for g in groups:
-            answer = g.completions[0]
-            row = torch.tensor([g.prompt.token_ids + answer.token_ids], device="cuda")
-            table = lm(row).logits[0, len(g.prompt.token_ids) - 1 : -1].float().log_softmax(-1)
-            own = table.gather(-1, torch.tensor(answer.token_ids, device="cuda")[:, None])[:, 0]
-            gaps.append(float((own.cpu() - torch.tensor(answer.logprobs)).abs().mean()))
+    half, exact = (transformers_logprobs(model, groups, dtype) for dtype in (torch.bfloat16, torch.float32))
+    sampled = torch.cat([torch.tensor(g.completions[0].logprobs) for g in groups])
     generator.close()
-    return {"tensors": len(file), "unequal": unequal, "gap": float(np.mean(gaps))}
+    gaps = {"gap": float((sampled - exact).abs().mean()), "bf16_gap": float((half - exact).abs().mean())}
+    return {"tensors": len(file), "unequal": unequal} | gaps
+
+
+@torch.no_grad()
+def transformers_logprobs(model: str, groups: list[Group], dtype: torch.dtype) -> Tensor:
+    """Of the first completion's tokens of each group, one after the other. [tokens]"""
+    lm = AutoModelForCausalLM.from_pretrained(model, dtype=dtype).cuda()
+    parts = []
+    for g in groups:
+        answer = torch.tensor(g.completions[0].token_ids, device="cuda")
+        row = torch.cat([torch.tensor(g.prompt.token_ids, device="cuda"), answer])
+        table = lm(row[None]).logits[0, len(g.prompt.token_ids) - 1 : -1].float().log_softmax(-1)
+        parts.append(table.gather(-1, answer[:, None])[:, 0].cpu())
+    return torch.cat(parts)
 
 
 def waking(place: Placement, *, model: str) -> None:

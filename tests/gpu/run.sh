@@ -27,9 +27,9 @@ lane() { # GPU TEST...: those asked for, one after the other, a log each
 asked="$*"
 beside() { for test in attention precision checkpoint sync; do lane "$last" "$test" & done; wait; }
 if ((gpus > 1)); then
-  lane 0 runs & alone=$!
+  lane 0 runs small_runs & alone=$!
   (beside)
-  lane 1 engine small_runs memory
+  lane 1 engine memory
   wait "$alone"
   lane 0,1 two_gpus
 else

@@ -38,6 +38,7 @@ def run(script: str, output: Path, cfg: dict, *overrides: str) -> None:
 def cut(whole: Path, resumed: Path, step: int) -> None:
     """The run folder as it was when `whole` had done `step` steps."""
     shutil.copytree(whole / f"checkpoints/step_{step}", resumed / f"checkpoints/step_{step}")
+    shutil.copy(whole / "config.yaml", resumed)
     lines = (whole / "metrics.jsonl").read_text().splitlines(keepends=True)
     (resumed / "metrics.jsonl").write_text("".join(line for line in lines if json.loads(line)["step"] <= step))
 
@@ -109,6 +110,6 @@ def test_grpo_resumed_on_the_gpu_is_the_uninterrupted_run_bit_for_bit(checkpoint
 
 def test_the_export_is_loaded_by_vllm_bit_for_bit(uninterrupted, tmp_path, figures):
     seen = scenario("exported", tmp_path, model=str(uninterrupted["bfloat16"] / "hf"))
-    figures |= {"tensors": seen["tensors"], "gap": seen["gap"]}
+    figures |= {name: seen[name] for name in ("tensors", "gap", "bf16_gap")}
     assert seen["tensors"] > 200 and seen["unequal"] == []
-    assert seen["gap"] <= 0.03
+    assert seen["gap"] <= 1.5 * seen["bf16_gap"]  # as far from transformers' fp32 as transformers' own bf16

@@ -24,15 +24,11 @@ def test_a_prompt_is_found_in_the_prefix_cache_until_new_weights_arrive(engine, 
 
 
 def test_a_seed_of_its_own_repeats_a_sample_and_tells_it_from_the_others(engine, figures):
-    figures |= {name: engine[name] for name in ("distinct", "same_in_half_a_batch")}
+    """What the seeds cost, which is why they are off by default on CUDA, is among the figures."""
+    figures |= {name: engine[name] for name in ("distinct", "same_in_half_a_batch", "unseeded_s", "seeded_s", "seed_cost")}
+    figures["tokens_per_s"] = 256 * 256 / engine["unseeded_s"]
     assert engine["repeats"] and engine["other_seed_differs"] and engine["unseeded_differ"]
     assert engine["distinct"] == 8
-
-
-def test_seeds_cost_time_which_is_why_they_are_off_by_default_on_cuda(engine, figures):
-    figures |= {name: engine[name] for name in ("unseeded_s", "seeded_s", "seed_cost")}
-    figures["tokens_per_s"] = 256 * 256 / engine["unseeded_s"]
-    assert engine["seed_cost"] > -0.05
 
 
 @pytest.mark.parametrize("kind", ["stays", "drops its KV cache", "sleeps"])

@@ -1,12 +1,13 @@
-"""Small models on one GPU: SmolLM2 by GRPO, and the demo's road, SFT and then GRPO. Needs the GPU for itself."""
+"""Small models on one GPU: SmolLM2 by GRPO, and the demo. Needs the GPU for itself."""
 
 import json
-import statistics
+import os
+import subprocess
+import sys
 
-import pytest
-
+from tests.gpu.conftest import steps_of
 from tests.gpu.timed import check_time_and_memory, run, sharing
-from tests.tiny import make_checkpoint, write_additions
+from tests.world import ROOT
 
 
 def test_smollm2_on_gsm8k_with_an_engine_that_sleeps(smollm2, gsm8k, tmp_path, figures):
@@ -22,33 +23,16 @@ def test_smollm2_on_gsm8k_with_an_engine_that_sleeps(smollm2, gsm8k, tmp_path, f
     check_time_and_memory(steps, figures)
 
 
-@pytest.fixture(scope="module")
-def demo(tmp_path_factory):
-    """A tiny model and additions of two-digit numbers; after supervised training it gets some of them right."""
-    folder = tmp_path_factory.mktemp("demo")
-    model = make_checkpoint(folder / "model", hidden=128, layers=4)
-    data = write_additions(folder / "train.jsonl", 4000)
-    training = {"steps": 400, "batch_size": 128, "seq_len": 32, "learning_rate": 2e-3, "schedule": "cosine", "warmup_steps": 20}
-    options = {"checkpoint": {"export_hf": True}, "metrics": {"tensorboard": False}}
-    steps, _ = run("train_sft.py", folder / "sft", model=str(model), dataset={"path": str(data)}, training=training, **options)
-    return folder, steps
-
-
-def test_the_demo_learns_by_grpo_after_sft(demo, tmp_path, figures):
-    folder, sft = demo
-    figures["sft_loss"] = f"{sft[0]['loss/policy']:.2f} to {sft[-1]['loss/policy']:.2f}"
-    held_out = write_additions(tmp_path / "test.jsonl", 256, first=5000)
-    steps, printed = run(
-        "train_grpo.py", tmp_path, model=str(folder / "sft/run/hf"), dataset={"path": str(folder / "train.jsonl")},
-        training={"steps": 20, "batch_size": 64, "seq_len": 32, "learning_rate": 1e-4},
-        grpo={"n_samples": 8, "beta": 0.01}, rewards={"digits": {"fn": "rollout.rewards.DigitsReward", "partial": 0.2}},
-        eval={"dataset": {"path": str(held_out)}}, generator={"gpu_memory_utilization": 0.3},
-    )  # fmt: skip
-    lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
-    accuracy = [line["eval/accuracy"] for line in lines if "eval/accuracy" in line]
-    rewards = [s["reward/mean"] for s in steps]
-    figures |= {"accuracy": f"{accuracy[0]:.2f} to {accuracy[-1]:.2f}", "engine": sharing(printed)}
-    figures |= {"reward": f"{statistics.fmean(rewards[:5]):.2f} to {statistics.fmean(rewards[-5:]):.2f}"}
-    assert "mem/used_gib" in steps[0] and all("kl/ref_k3" in s for s in steps)
+def test_the_demo_learns(tmp_path, figures):
+    """As a user runs it, on one GPU: fp32, two updates a rollout, the engine beside the trainer."""
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]}
+    command = [sys.executable, "demo.py", "--output", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    assert done.returncode == 0, done.stdout[-6000:]
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    figures |= summary["accuracy"] | {f"{name}_seconds": seconds for name, seconds in summary["seconds"].items()}
+    figures["engine"] = sharing(done.stdout)
+    steps = steps_of(tmp_path / "grpo")
+    assert len(steps) == 75 and all(s["grad/norm"] > 0 for s in steps)
+    assert summary["accuracy"]["grpo"] > 0.85 > 0.65 > summary["accuracy"]["sft"]
     check_time_and_memory(steps, figures)
-    assert statistics.fmean(rewards[-5:]) > statistics.fmean(rewards[:5])

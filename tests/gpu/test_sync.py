@@ -13,9 +13,10 @@ def test_after_every_sync_the_engine_is_the_policy_bit_for_bit(head, smollm2, sh
     seen = scenario("sync", tmp_path, model=model, rounds=ROUNDS, learning_rate=1e-5)
     gaps = seen["gaps"]
     figures |= {"rounds": ROUNDS, "tensors": seen["tensors"], "gap_before": gaps[0], "gap_mean": sum(gaps[1:]) / ROUNDS}
-    figures |= {"gap_max": max(gaps[1:]), "gap_last": gaps[-1], "moved": seen["moved"], "norm_min": min(seen["norms"])}
+    figures |= {"gap_max": max(gaps[1:]), "gap_last": gaps[-1], "norm_min": min(seen["norms"])}
+    figures |= {name: seen[name] for name in ("moved", "moved_least")}
     assert len(gaps) == ROUNDS + 1 and min(seen["norms"]) > 0
     assert seen["names"] and seen["unequal"] == []
-    assert seen["moved"] > 0.5  # the weights did change, in bf16
+    assert seen["moved_least"] > 0  # every matrix of the engine changed
     assert max(gaps[1:]) <= 2 * gaps[0]
     assert "differs from the trainer's" in seen["fault"]  # one flipped bit is found
