@@ -180,11 +180,11 @@ class Trainer:
             inputs |= {"advantages": torch.zeros_like(frozen), "ref_logprobs": frozen}
         if fixed:
             output, values = {}, logprobs * pad([fixed.gradients.get(id(e), np.zeros(1, np.float32)) for e in row], device)
-            share = (values * mask * self._correction(frozen, gen)).sum()
+            share = (values * mask * self._correction(frozen, gen)).sum(dtype=torch.float64)
         else:
             out = self.loss.evaluate(logprobs=logprobs, entropy=entropy, padding_mask=mask, **inputs)
             output = out.metrics
-            share = (out.loss * weight * self._correction(frozen, gen)).sum()
+            share = (out.loss * weight * self._correction(frozen, gen)).sum(dtype=torch.float64)
         if self.cfg.entropy_coef:
             bonus = weight if not fixed else mask * fixed.token_weight
             share = share - self.cfg.entropy_coef * (entropy * bonus).sum()

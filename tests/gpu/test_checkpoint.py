@@ -16,7 +16,7 @@ TIMES = ("time/", "perf/", "mem/")
 
 
 def config(folder: Path, **keys: object) -> str:
-    path = folder / "config.yaml"
+    path = folder / "asked.yaml"  # the run writes its own config.yaml
     folder.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(keys))  # JSON is YAML
     return str(path)
