@@ -118,7 +118,8 @@ class Trainer:
         parts: list[list[Episode]] = [[] for _ in range(self.cfg.updates_per_rollout)]
         for e in episodes:
             parts[e.group * len(parts) // groups].append(e)
-        with explained("training", "training.max_tokens_per_batch, training.seq_len or generator.gpu_memory_utilization"):
+        keys = "training.max_tokens_per_batch, training.seq_len or, beside an engine, generator.gpu_memory_utilization"
+        with explained("training", keys):
             results = [self.update(part, step) for part in parts if part]
         merged = {}
         for name in dict.fromkeys(name for r in results for name in r):
