@@ -138,7 +138,7 @@ class Trainer:
         rows = self.model.rows(episodes)
         lengths = [int(e.loss_mask.sum()) for e in episodes]
         fixed = self._whole_batch(episodes, rows, lengths) if is_whole_batch(self.loss) else None
-        shares = [0.0] * len(lengths) if fixed else token_weights(self.loss.averaging, lengths, max_tokens=self.loss.max_tokens)
+        shares = [0.0] * len(lengths) if fixed else self._token_weights(episodes, lengths)
         weights = {id(e): w for e, w in zip(episodes, shares, strict=True)}
 
         replicas = self.model.mesh.size(0)
@@ -158,6 +158,10 @@ class Trainer:
         dist.all_reduce(total, group=dp)
         result = {"loss/policy": fixed.value if fixed else float(total)} | stats.reduce(dp)
         return result | {"loss/tokens": float(sum(lengths))} | self._step(step)
+
+    def _token_weights(self, episodes: list[Episode], lengths: list[int]) -> list[float]:
+        groups = [e.group for e in episodes]
+        return token_weights(self.loss.averaging, lengths, groups=groups, max_tokens=self.loss.max_tokens)
 
     def _row(self, row: Row, weights: dict[int, float], fixed: "WholeBatch | None") -> tuple[Tensor, dict[str, Tensor], Tensor]:
         """This row's part of the step's loss, per-token metrics [B, T] and the mask [B, T]."""

@@ -11,14 +11,14 @@ exactly zero and no `0 * inf` can turn into a NaN; a loss file needs no care of 
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Literal, get_args
 
 from torch import Tensor, nn
 
 from batch import LossOutput
 
-Averaging = Literal["token", "sequence", "constant", "sum"]
+Averaging = Literal["token", "sequence", "constant", "sum", "prompt"]
 
 # All a loss can ask for, by the name of its argument. Every tensor is [B, T] over response tokens.
 ARGUMENTS = {
@@ -43,9 +43,11 @@ class PolicyLoss(ABC):
     tensor(2.)
     """
 
-    averaging: ClassVar[Averaging]
+    averaging: Averaging  # of the class, or set by its __init__
     max_tokens: int | None = None  # the constant L of averaging "constant"
     elementwise: ClassVar[bool] = False  # True: a token's loss depends on no other token's log-prob
+    centred: ClassVar[bool] = True  # True: where policy, sampler and reference agree, d loss / d logprob is -A times the token's weight
+    advantage: ClassVar[str] = "group_zscore"  # of losses.advantages: what the objective is defined with, and the run's default
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -86,22 +88,30 @@ class PolicyLoss(ABC):
         metrics = {name: values.detach().masked_fill(padding, 0) for name, values in output.metrics.items()}
         return LossOutput(output.loss.masked_fill(padding, 0), metrics)
 
-    def __call__(self, **tensors: Tensor | None) -> Tensor:
-        """The scalar of the batch it is given. Absent old and sampler log-probs are `logprobs.detach()`."""
+    def __call__(self, *, groups: Sequence[int] | Tensor | None = None, **tensors: Tensor | None) -> Tensor:
+        """The scalar of the batch it is given. Absent old and sampler log-probs are `logprobs.detach()`.
+
+        groups: the prompt that each of the B sequences answers, for averaging "prompt"; by default they all answer one.
+        """
         unknown = sorted(tensors.keys() - ARGUMENTS.keys())
         if unknown:
             raise ValueError(f"{type(self).__name__} was given `{unknown[0]}`; it can be given {', '.join(ARGUMENTS)}")
         loss = self.evaluate(**tensors).loss
         lengths = (~_padding(tensors)).sum(1).tolist()
-        weights = token_weights(self.averaging, lengths, max_tokens=self.max_tokens)
+        prompts = groups.tolist() if isinstance(groups, Tensor) else groups
+        weights = token_weights(self.averaging, lengths, groups=prompts, max_tokens=self.max_tokens)
         return (loss * loss.new_tensor(weights)[:, None]).sum()
 
 
-def token_weights(averaging: Averaging, lengths: list[int], *, max_tokens: int | None = None) -> list[float]:
+def token_weights(
+    averaging: Averaging, lengths: list[int], *, groups: Sequence[int] | None = None, max_tokens: int | None = None
+) -> list[float]:
     """The weight of each loss token of each sequence in a step, whose loss is the weighted sum over all its tokens.
 
     `lengths` are the numbers of loss tokens of *all* sequences of the step, whoever holds them. A sequence without any
     (a masked truncated answer, an idle rank's filler) counts in no denominator; if all are empty, all weights are 0.
+    `groups`: which prompt each answers (by default all the same one), for "prompt": the mean over prompts of the mean over all
+    tokens of a prompt's answers, as DAPO's formula is printed (2503.14476); its code, like "token", takes the step's tokens.
 
     >>> token_weights("token", [1, 3])
     [0.25, 0.25]
@@ -111,6 +121,8 @@ def token_weights(averaging: Averaging, lengths: list[int], *, max_tokens: int |
     [0.0625, 0.0625]
     >>> token_weights("sum", [1, 4])
     [0.5, 0.5]
+    >>> token_weights("prompt", [1, 3, 2], groups=[0, 0, 1])
+    [0.125, 0.125, 0.25]
     """
     tokens, sequences = sum(lengths), sum(n > 0 for n in lengths)
     if averaging == "token":
@@ -123,6 +135,13 @@ def token_weights(averaging: Averaging, lengths: list[int], *, max_tokens: int |
                 f'max_tokens={max_tokens} must be at least 1, the generation budget: averaging "constant" divides by it'
             )
         share = [1 / (sequences * max_tokens) if n else 0.0 for n in lengths]
+    elif averaging == "prompt":
+        of_prompt: dict[int, int] = {}
+        for group, n in zip(groups or [0] * len(lengths), lengths, strict=True):
+            of_prompt[group] = of_prompt.get(group, 0) + n
+        prompts = sum(n > 0 for n in of_prompt.values())
+        pairs = zip(groups or [0] * len(lengths), lengths, strict=True)
+        share = [1 / (prompts * of_prompt[group]) if n else 0.0 for group, n in pairs]
     elif averaging == "sum":
         share = [1 / sequences if n else 0.0 for n in lengths]
     else:
