@@ -37,8 +37,8 @@ class Group:
 
     prompt: Prompt
     completions: list[Completion]
-    rewards: list[float] = field(default_factory=list)  # one per completion: the weighted sum of the parts
-    reward_parts: dict[str, list[float]] = field(default_factory=dict)  # unweighted, by the reward's name
+    rewards: list[float | None] = field(default_factory=list)  # one per completion: the weighted sum of the parts; None: missing
+    reward_parts: dict[str, list[float | None]] = field(default_factory=dict)  # unweighted, by the reward's name
 
 
 @dataclass
@@ -53,6 +53,7 @@ class Episode:
     ref_logprobs: np.ndarray | None = None  # [R] float32; None, never zeros, where there is no reference
     old_logprobs: np.ndarray | None = None  # [R] float32; None: the policy's own, detached, in the same pass
     group: int = 0  # which prompt it answers, within the step
+    sample: int = 0  # which of the prompt's completions it is
     policy_version: int = 0
 
     @property
@@ -153,29 +154,32 @@ def pad(columns: list[np.ndarray], device: torch.device) -> Tensor:
     return torch.as_tensor(grid).to(device)
 
 
-def to_episodes(groups: list[Group], advantages: list[list[float]], *, mask_truncated: bool, old_from_sampler: bool) -> list[Episode]:
-    """One episode per completion that has a token, each response token credited with its completion's advantage.
+def to_episodes(groups: list[Group], *, mask_truncated: bool, old_from_sampler: bool) -> list[Episode]:
+    """One episode per completion that has a token; `losses.advantages.credit` gives it its advantages.
 
-    mask_truncated: answers cut off by the length limit count in neither numerator nor denominator of the loss.
+    Where its reward is missing, and with mask_truncated where the length limit cut it off, an answer counts in neither numerator nor
+    denominator of the loss.
     old_from_sampler: the policy before the update is taken to be the one that sampled, as its log-probs say.
     """
     episodes = []
-    for index, (group, values) in enumerate(zip(groups, advantages, strict=True)):
-        for completion, advantage in zip(group.completions, values, strict=True):
+    for index, group in enumerate(groups):
+        missing = [reward is None for reward in group.rewards] or [False] * len(group.completions)
+        for sample, completion in enumerate(group.completions):
             length = len(completion.token_ids)
             if not length:
                 continue
-            counts = not (mask_truncated and completion.stop_reason == "length")
+            counts = not missing[sample] and not (mask_truncated and completion.stop_reason == "length")
             gen = np.array(completion.logprobs, np.float32)
             episodes.append(
                 Episode(
                     token_ids=np.array(group.prompt.token_ids + completion.token_ids, np.int64),
                     num_prompt_tokens=len(group.prompt.token_ids),
                     loss_mask=np.full(length, counts, np.float32),
-                    advantages=np.full(length, advantage, np.float32),
+                    advantages=np.zeros(length, np.float32),
                     gen_logprobs=gen,
                     old_logprobs=gen if old_from_sampler else None,
                     group=index,
+                    sample=sample,
                     policy_version=completion.policy_version,
                 )
             )

@@ -59,10 +59,10 @@ def main() -> None:
 
 def run(script: str, *arguments: str) -> None:
     """The script under torchrun, as ./run.sh starts it; ends the demo with its exit code when it fails."""
-    import torch
+    from parallel.hardware import num_ranks
 
-    ranks = min(torch.cuda.device_count(), NUM_RANKS) or NUM_RANKS
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", script, *arguments]
+    ranks = f"--nproc-per-node={num_ranks(NUM_RANKS)}"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", ranks, script, *arguments]
     environment = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"} | os.environ
     code = subprocess.run(command, env=environment, cwd=Path(__file__).parent).returncode
     if code:

@@ -68,17 +68,21 @@ def _cell(text: str, limit: int = 2000) -> str:
     return re.sub(r"\r\n|[\n\r\x0b\x0c\x85\u2028\u2029]", "<br>", text)
 
 
+def _reward(value: float | None) -> str:
+    return "missing" if value is None else f"{value:.4g}"
+
+
 def samples_table(groups: list[Group], limit: int = 8) -> str:
     """A Markdown table of at most `limit` samples: of each group in turn its best and its worst, if they are two."""
     rows = ["| prompt | response | target | reward | parts | stop | tokens |", "|---|---|---|---|---|---|---|"]
     picked: list[tuple[Group, int]] = []
     for g in groups:
-        ranked = sorted(range(len(g.rewards)), key=g.rewards.__getitem__)
+        ranked = sorted(range(len(g.rewards)), key=lambda i: (g.rewards[i] is not None, g.rewards[i] or 0.0))
         picked += [(g, i) for i in dict.fromkeys((ranked[-1], ranked[0]))]
     for g, i in picked[:limit]:
         c = g.completions[i]
-        parts = ", ".join(f"{name} {values[i]:.4g}" for name, values in g.reward_parts.items())
-        cells = (g.prompt.text, c.text, g.prompt.target, f"{g.rewards[i]:.4g}", parts, c.stop_reason)
+        parts = ", ".join(f"{name} {_reward(values[i])}" for name, values in g.reward_parts.items())
+        cells = (g.prompt.text, c.text, g.prompt.target, _reward(g.rewards[i]), parts, c.stop_reason)
         rows.append(f"| {' | '.join(map(_cell, cells))} | {len(c.token_ids)} |")
     return "\n".join(rows) + "\n"
 

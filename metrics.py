@@ -104,6 +104,8 @@ def percentile(values: Sequence[float], percent: int) -> float:
 
 def _mean_std(name: str, values: Sequence[float]) -> dict[str, float]:
     """Mean and population std, exactly rounded: the std of equal floats is 0, which sums in floats do not promise."""
+    if not values:
+        return {}
     if not all(map(math.isfinite, values)):
         return {f"{name}/mean": math.nan, f"{name}/std": math.nan}
     return {f"{name}/mean": float(statistics.mean(values)), f"{name}/std": float(statistics.pstdev(values))}
@@ -120,20 +122,23 @@ def group_metrics(
     - reward/solve_all, solve_none: share of groups in which every reward is the best, the worst. reward/frac_zero_std:
       share of groups in which all rewards are equal (compared as floats, never through a std).
     - len/mean_correct, mean_wrong: mean response tokens of the samples with the best reward, and of the others.
+    - a missing reward is in no mean, and reward/missing is the share of samples with one.
     - every std is the population's; adv/* are over samples; staleness/mean is over tokens, in optimizer steps.
     """
     assert groups, "a step without groups"
     for g in groups:
         assert len(g.rewards) == len(g.completions) > 0, f"{len(g.rewards)} rewards, {len(g.completions)} completions"
-    rewards = [r for g in groups for r in g.rewards]
+    rewards = [r for g in groups for r in g.rewards if r is not None]
     completions = [c for g in groups for c in g.completions]
-    worst, best = min(rewards), max(rewards)
-    flat = [g.rewards[0] for g in groups if min(g.rewards) == max(g.rewards)]  # one per group without a spread
+    worst, best = min(rewards, default=0.0), max(rewards, default=0.0)
+    known = [[r for r in g.rewards if r is not None] for g in groups]
+    flat = [rs[0] for rs in known if rs and min(rs) == max(rs)]  # one per group without a spread
     has_best, has_worst = best > worst or best > 0, best > worst or best <= 0
 
     result = _mean_std("reward", rewards)
     for name in groups[0].reward_parts:
-        result |= _mean_std(f"reward/{name}", [r for g in groups for r in g.reward_parts[name]])
+        result |= _mean_std(f"reward/{name}", [r for g in groups for r in g.reward_parts[name] if r is not None])
+    result["reward/missing"] = 1 - len(rewards) / len(completions)
     result["reward/solve_none"] = sum(r == worst for r in flat) / len(groups) if has_worst else 0.0
     result["reward/solve_all"] = sum(r == best for r in flat) / len(groups) if has_best else 0.0
     result["reward/frac_zero_std"] = len(flat) / len(groups)
@@ -154,7 +159,9 @@ def group_metrics(
     result |= {f"len/p{p}": float(percentile(lengths, p)) for p in (50, 95)}
     result["len/max"] = float(max(lengths))
     split: dict[str, list[int]] = {"len/mean_correct": [], "len/mean_wrong": []}
-    for n, r in zip(lengths, rewards, strict=True):
+    for n, r in zip(lengths, (r for g in groups for r in g.rewards), strict=True):
+        if r is None:
+            continue
         split["len/mean_correct" if has_best and r == best else "len/mean_wrong"].append(n)
     result |= {name: statistics.fmean(part) for name, part in split.items() if part}
 

@@ -18,10 +18,13 @@ import yaml
 
 import checkpoint
 import config
+from batch import Completion, Group, Prompt, to_episodes
 from config import Call
 from data import DatasetConfig
-from losses import GRPOLoss
+from losses import GRPOLoss, PolicyLoss
+from losses.advantages import credit
 from losses.contract import forward_arguments, requires_reference
+from losses.correction import Truncated
 from parallel.placement import ParallelismConfig, Placement, Plan, ServicesConfig
 from rollout.sampling import Sampling, sampling_seed
 from trainer import TrainingConfig
@@ -38,7 +41,10 @@ class GRPOConfig:
     clip_low: float | None = None  # GRPOLoss: the ratio is clipped at 1 - clip_low; null: 0.2
     clip_high: float | None = None  # GRPOLoss: the ratio is clipped at 1 + clip_high; null: 0.28
     beta: float | None = None  # GRPOLoss: weight of KL(policy || reference); null: 0, no reference needed
-    advantage: Call = field(default_factory=lambda: Call("losses.advantages.group_zscore"))  # rewards of a group -> advantages
+    advantage: Call | None = None  # rewards -> advantages (losses/advantages.py); null: the one that the loss is defined with
+    kl_in_reward: float = 0.0  # weight of k1 to the reference, taken off the reward at each token; above 0 needs a reference
+    correction: Call | None = None  # weights of sampled tokens (losses/correction.py); null: Truncated at 2 off policy, else none
+    top_entropy: float = 1.0  # share of a step's tokens, those of highest entropy, whose policy loss is kept
     max_policy_age: int = 0  # versions between sampling and training; 1 or more samples ahead, while other ranks train
     old_logprobs: Literal["auto", "trainer", "sampler"] = "auto"  # the ratio's denominator; auto: trainer for fresh data used once
     mask_truncated: bool = False  # true: answers cut off by the length limit do not count in the loss
@@ -53,12 +59,22 @@ class GRPOConfig:
             )
         if self.max_new_tokens is not None and self.max_new_tokens < 1:
             raise ValueError(f"max_new_tokens={self.max_new_tokens}: must be at least 1, or null")
+        if not 0 < self.top_entropy <= 1:
+            raise ValueError(f"top_entropy={self.top_entropy}: must be above 0 and at most 1, the share of tokens that is kept")
+        if not 0 <= self.kl_in_reward < math.inf:
+            raise ValueError(f"kl_in_reward={self.kl_in_reward}: must be 0 (no KL in the reward) or more")
         if self.max_policy_age < 0:
             raise ValueError(f"max_policy_age={self.max_policy_age}: must be 0 or more")
 
     def rescores(self, training: TrainingConfig) -> bool:
         """Does the policy score a rollout before its first update? With one update its log-probs are those of the update's own pass."""
-        return training.updates_per_rollout > 1 and not self.off_policy(training)
+        return (training.updates_per_rollout > 1 or self.kl_in_reward > 0) and not self.off_policy(training)
+
+    def corrected(self, training: TrainingConfig) -> Any:
+        """What sampled tokens are weighted by, or None."""
+        if self.correction is not None:
+            return self.correction.resolve()
+        return Truncated() if self.off_policy(training) else None
 
     def sampling(self, seed: int, device: torch.device) -> Sampling:
         """How the policy is sampled for training. seed: the run's."""
@@ -80,23 +96,39 @@ def check_one_home(loss: Call | None, grpo: GRPOConfig) -> None:
             )
 
 
+def resolve_objective(loss: Call | None, grpo: GRPOConfig) -> tuple[Any, Any]:
+    """The loss and the advantage function that goes with it."""
+    built = resolve_loss(loss, grpo)
+    return built, resolve_advantage(built, grpo)
+
+
 def resolve_loss(loss: Call | None, grpo: GRPOConfig) -> Any:
     """The objective, built: `loss`, or GRPOLoss with grpo's options."""
     if loss is None:
-        given = {key: vars(grpo)[key] for key in DEFAULT_CLIP}
-        return GRPOLoss(**{key: DEFAULT_CLIP[key] if value is None else value for key, value in given.items()})
+        options: dict[str, Any] = {key: default if vars(grpo)[key] is None else vars(grpo)[key] for key, default in DEFAULT_CLIP.items()}
+        return GRPOLoss(**options)
     built = loss.resolve()
     forward_arguments(built)
     return built
 
 
-def resolve_advantage(grpo: GRPOConfig) -> Any:
-    """The advantage function, tried on a group of the run's size."""
-    advantage = grpo.advantage.resolve()
-    values = advantage([0.0] * grpo.n_samples)
-    if len(values) != grpo.n_samples or not all(math.isfinite(v) for v in values):
+def resolve_advantage(loss: Any, grpo: GRPOConfig) -> Any:
+    """The advantage function, tried on a step of two groups of the run's size."""
+    call = grpo.advantage or Call(f"losses.advantages.{loss.advantage if isinstance(loss, PolicyLoss) else 'group_zscore'}")
+    advantage = call.resolve()
+    answers = [[Completion("", [0], [0.0], {}, "eos")] * grpo.n_samples] * 2
+    groups = [Group(Prompt(i, [0]), a, [float(i)] * grpo.n_samples, {"r": [float(i)] * grpo.n_samples}) for i, a in enumerate(answers)]
+    episodes = to_episodes(groups, mask_truncated=False, old_from_sampler=False)
+    try:
+        values = credit(groups, episodes, advantage, kl_in_reward=0, weights={"r": 1.0})
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"grpo.advantage={call.fn}: {error}") from error
+    if not all(math.isfinite(v) for of_group in values for v in of_group):
+        raise ValueError(f"grpo.advantage={call.fn}: gave {values} for two groups of equal rewards: it must give each sample a finite number")
+    if grpo.n_samples == 1 and not any(v for of_group in values for v in of_group):
         raise ValueError(
-            f"grpo.advantage={grpo.advantage.fn} gave {values} for {grpo.n_samples} equal rewards: it must give one finite number for each"
+            f"grpo.n_samples=1 with grpo.advantage={call.fn}: it compares the samples of a prompt with each other and gives a lone one 0; "
+            f"set grpo.n_samples to at least 2, or grpo.advantage: losses.advantages.batch_zscore"
         )
     return advantage
 
@@ -115,16 +147,18 @@ def arguments() -> list[str]:
     return [a for a in sys.argv[1:] if a.partition("=")[0] != PLAN]
 
 
-def plan_grpo(loss: Any, services: ServicesConfig | None, parallelism: ParallelismConfig, *, colocate: bool) -> Plan | None:
+def plan_grpo(
+    loss: Any, grpo: GRPOConfig, services: ServicesConfig | None, parallelism: ParallelismConfig, *, colocate: bool
+) -> Plan | None:
     """Who does what; None when --plan asked to print that and no more.
 
     ValueError when the roles do not fit the ranks that torchrun started, or the loss lacks its reference.
     """
-    needs = requires_reference(loss)
+    needs = requires_reference(loss) or grpo.kl_in_reward > 0
     if services is not None and services.ref_model is None and needs and not colocate:
         raise ValueError(
-            "the loss needs a reference model (grpo.beta above 0, or a loss that asks for ref_logprobs) and services.ref_model is "
-            "absent: add services.ref_model: {procs: 1}, or set grpo.beta: 0"
+            "the loss needs a reference model (grpo.beta or grpo.kl_in_reward above 0, or a loss that asks for ref_logprobs) and "
+            "services.ref_model is absent: add services.ref_model: {procs: 1}, or set grpo.beta: 0 and grpo.kl_in_reward: 0"
         )
     wants = needs or (services is not None and services.ref_model is not None)
     return make_plan(services, parallelism, colocate=colocate, wants_reference=wants)

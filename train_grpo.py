@@ -19,6 +19,7 @@ from batch import attach, to_episodes
 from checkpoint import CheckpointConfig
 from data import DatasetConfig, PromptStream
 from log import Log
+from losses.advantages import credit
 from metrics import Clock, MetricsConfig, group_metrics
 from model import Model, ModelSource
 from parallel.exchange import everyone
@@ -59,8 +60,8 @@ class Config:
 
 def main() -> None:
     cfg = config.load(Config, startup.arguments())
-    loss, advantage = startup.resolve_loss(cfg.loss, cfg.grpo), startup.resolve_advantage(cfg.grpo)
-    plan = startup.plan_grpo(loss, cfg.services, cfg.parallelism, colocate=cfg.colocate)
+    loss, advantage = startup.resolve_objective(cfg.loss, cfg.grpo)
+    plan = startup.plan_grpo(loss, cfg.grpo, cfg.services, cfg.parallelism, colocate=cfg.colocate)
     if plan is not None:  # None: --plan has printed it, which needs neither data nor rewards
         dataset, scorer = startup.required_dataset(cfg.dataset), Scorer(cfg.rewards)
         place = Placement.build(plan, cfg.device)
@@ -73,9 +74,9 @@ def handles(cfg: Config, place: Placement, source: ModelSource, loss: Any) -> tu
     spread = partial(Model, source, dtype=training.dtype, temperature=grpo.temperature, max_tokens=training.row_tokens)
     policy = spread(place.trainer, trainable=True)
     reference = spread(place.reference, trainable=False) if place.reference else None
-    trainer = Trainer(policy, training, loss, importance_cap=2.0 if grpo.off_policy(training) else None)
-    limits = (training.dtype, training.seq_len, training.row_tokens)
-    return policy, reference, trainer, Generator(source, cfg.generator, place, *limits, seed=cfg.seed)
+    trainer = Trainer(policy, training, loss, correction=grpo.corrected(training), top_entropy=grpo.top_entropy)
+    generator = Generator(source, cfg.generator, place, training.dtype, training.seq_len, training.row_tokens, seed=cfg.seed)
+    return policy, reference, trainer, generator
 
 
 def train(cfg: Config, place: Placement, output: Path, dataset: DatasetConfig, loss: Any, advantage: Callable, scorer: Scorer) -> None:
@@ -102,28 +103,27 @@ def train(cfg: Config, place: Placement, output: Path, dataset: DatasetConfig, l
     clock.reduce(place.objects)  # what came before the first step is no part of it
     while total is None or step < total:
         # 1. Give every rank every group. From here to the update all ranks compute the same thing.
-        groups = rollouts.next()
-        if not groups:
-            break  # the pass over the data has ended
         with clock.phase("data"):
-            advantages = [advantage(g.rewards) for g in groups]
-            numbers = group_metrics(groups, advantages, step)
-            episodes = to_episodes(groups, advantages, mask_truncated=grpo.mask_truncated, old_from_sampler=grpo.off_policy(training))
+            groups = rollouts.next()
+            if not groups:
+                break  # the pass over the data has ended
+            episodes = to_episodes(groups, mask_truncated=grpo.mask_truncated, old_from_sampler=grpo.off_policy(training))
 
-        # 2. Score them: with the reference, and with the policy where its own log-probs are the ratio's denominator.
-        if reference:
-            with clock.phase("logp_ref"):
-                attach("ref_logprobs", episodes, everyone(reference.logprobs(episodes), reference.mesh, place))
-        if grpo.rescores(training):
-            with clock.phase("logp_old"):
-                attach("old_logprobs", episodes, everyone(policy.logprobs(episodes), policy.mesh, place))
+            # 2. Score: with the reference, with the policy where its own log-probs are the ratio's denominator, and by the rewards.
+            if reference:
+                with clock.phase("logp_ref"):
+                    attach("ref_logprobs", episodes, everyone(reference.logprobs(episodes), reference.mesh, place))
+            if grpo.rescores(training):
+                with clock.phase("logp_old"):
+                    attach("old_logprobs", episodes, everyone(policy.logprobs(episodes), policy.mesh, place))
+            advantages = credit(groups, episodes, advantage, kl_in_reward=grpo.kl_in_reward, weights=scorer.weights)
+            numbers = group_metrics(groups, advantages, step) | {"policy_version": published}
 
         # 3. Sample ahead and update. No rank waits for another in between: on disjoint meshes the two overlap.
         rollouts.sample_until(grpo.max_policy_age if total is None else min(grpo.max_policy_age, total - step - 1))
         publishes = (step + 1) % training.sync_interval == 0
         with clock.phase("sleep"), generator.asleep(until_load=publishes), clock.phase("train"):
             stats = trainer.train(episodes, step)
-        numbers |= stats | {"policy_version": published}
         step += 1
 
         # 4. Publish policy version `step`, look at it, and keep what a later run needs to go on from here.
@@ -132,7 +132,7 @@ def train(cfg: Config, place: Placement, output: Path, dataset: DatasetConfig, l
         if held_out.is_due(step, training.sync_interval) or step == total:
             numbers |= held_out.evaluate(generator, scorer)
         times = clock.reduce(place.objects)
-        log.step(step, numbers | prompts.counts() | times | speed(episodes, times, place, policy, generator), groups)
+        log.step(step, numbers | stats | prompts.counts() | times | speed(episodes, times, place, policy, generator), groups)
         if checkpoint.is_due(step, cfg.checkpoint, training.sync_interval) or step == total:
             checkpoint.save(output, step, trainer, place, cfg.checkpoint, clock, **rollouts.state())
 

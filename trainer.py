@@ -9,17 +9,15 @@ import statistics
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from batch import IDLE, Episode, from_dictionaries, pad, to_batch
-from losses.contract import forward_arguments, is_whole_batch, token_weights, whole_batch_loss
-from losses.kl import k3
+from batch import Batch, Episode, from_dictionaries, to_batch
 from metrics import TOKEN_MAXIMA, TOKEN_MEANS, TokenStats
-from model import Model, Row
+from model import Model
+from objective import Correction, Objective
 from parallel.memory import explained
 
 
@@ -87,16 +85,13 @@ class TrainingConfig:
 class Trainer:
     """Trains a Model. Outside the model's mesh there is nothing to train, and `update` returns {}."""
 
-    def __init__(self, model: Model, cfg: TrainingConfig, loss: Any, *, importance_cap: float | None = None):
-        """loss: a PolicyLoss, or any callable that maps [B, T] tensors to a scalar.
-
-        importance_cap: for data that another policy sampled, the largest weight pi / pi_sampler a token may carry, whatever the loss
-        (truncated importance sampling, as in IMPALA 1802.01561 and its use between sampler and trainer); None: no correction.
-        """
-        self.model, self.cfg, self.loss, self.importance_cap = model, cfg, loss, importance_cap
+    def __init__(
+        self, model: Model, cfg: TrainingConfig, loss: Any, *, correction: Correction | None = None, top_entropy: float = 1.0
+    ):
+        """loss, correction, top_entropy: as `Objective` takes them."""
+        self.model, self.cfg = model, cfg
+        self.objective = Objective(loss, correction=correction, entropy_coef=cfg.entropy_coef, top_entropy=top_entropy)
         self.updates = 0  # optimizer steps taken
-        names = forward_arguments(loss)
-        self._has_ratio, self._weighs_itself = "old_logprobs" in names, "gen_logprobs" in names
         if not model.is_local:
             return
         self._parameters = model.shards()
@@ -136,108 +131,27 @@ class Trainer:
         if not self.model.is_local:
             return {}
         rows = self.model.rows(episodes)
-        lengths = [int(e.loss_mask.sum()) for e in episodes]
-        fixed = self._whole_batch(episodes, rows, lengths) if is_whole_batch(self.loss) else None
-        shares = [0.0] * len(lengths) if fixed else self._token_weights(episodes, lengths)
-        weights = {id(e): w for e, w in zip(episodes, shares, strict=True)}
-
+        device, dp = self.model.device, self.model.mesh.get_group("dp")
+        loss = self.objective.of_step(episodes, rows, self.model)
         replicas = self.model.mesh.size(0)
         stats: TokenStats | None = None
-        total = torch.zeros((), dtype=torch.float64, device=self.model.device)
+        total = torch.zeros((), dtype=torch.float64, device=device)
         for row in rows:
-            share, metrics, mask = self._row(row, weights, fixed)
+            batch = to_batch(row, device)
+            logprobs, entropy = (_grid(values, batch) for values in self.model.local(batch))
+            share, metrics, mask = loss.row(row, logprobs, entropy)
             (share * replicas).backward()  # undo FSDP's average over replicas: the weights are shares of the whole step
             total += share.detach()
-            stats = stats or TokenStats(means=tuple(dict.fromkeys((*TOKEN_MEANS, *metrics))), device=self.model.device)
+            stats = stats or TokenStats(means=tuple(dict.fromkeys((*TOKEN_MEANS, *metrics))), device=device)
             for name, values in metrics.items():
                 stats.add(name, values, mask)
                 if (name := name.replace("mean", "max")) in TOKEN_MAXIMA:
                     stats.add(name, values, mask)
         assert stats is not None, "no episodes"
-        dp = self.model.mesh.get_group("dp")
         dist.all_reduce(total, group=dp)
-        result = {"loss/policy": fixed.value if fixed else float(total)} | stats.reduce(dp)
-        return result | {"loss/tokens": float(sum(lengths))} | self._step(step)
-
-    def _token_weights(self, episodes: list[Episode], lengths: list[int]) -> list[float]:
-        groups = [e.group for e in episodes]
-        return token_weights(self.loss.averaging, lengths, groups=groups, max_tokens=self.loss.max_tokens)
-
-    def _row(self, row: Row, weights: dict[int, float], fixed: "WholeBatch | None") -> tuple[Tensor, dict[str, Tensor], Tensor]:
-        """This row's part of the step's loss, per-token metrics [B, T] and the mask [B, T]."""
-        device = self.model.device
-        batch = to_batch(row, device)
-        flat, flat_entropy = self.model.local(batch)
-
-        def grid(values: Tensor) -> Tensor:
-            return values.new_zeros(batch.shape[0] * batch.shape[1]).index_copy(0, batch.grid, values).view(batch.shape)
-
-        logprobs, entropy = grid(flat), grid(flat_entropy)
-        mask = pad([e.loss_mask for e in row], device)
-        real = row[0] is not IDLE
-        inputs = _inputs(row, device) if real else dict.fromkeys(("advantages", "old_logprobs", "ref_logprobs", "gen_logprobs"))
-        gen = inputs["gen_logprobs"]
-        frozen = logprobs.detach()
-        old = frozen if inputs["old_logprobs"] is None else inputs["old_logprobs"]
-        weight = mask * torch.tensor([weights.get(id(e), 0.0) for e in row], device=device)[:, None]
-        if not real:
-            # Every replica must report the same names: an idle row evaluates the loss on tokens that do not count.
-            inputs |= {"advantages": torch.zeros_like(frozen), "ref_logprobs": frozen}
-        if fixed:
-            output, values = {}, logprobs * pad([fixed.gradients.get(id(e), np.zeros(1, np.float32)) for e in row], device)
-            share = (values * mask * self._correction(frozen, gen)).sum(dtype=torch.float64)
-        else:
-            out = self.loss.evaluate(logprobs=logprobs, entropy=entropy, padding_mask=mask, **inputs)
-            output = out.metrics
-            share = (out.loss * weight * self._correction(frozen, gen)).sum(dtype=torch.float64)
-        if self.cfg.entropy_coef:
-            bonus = weight if not fixed else mask * fixed.token_weight
-            share = share - self.cfg.entropy_coef * (entropy * bonus).sum()
-        metrics = {"entropy/mean": entropy, "entropy/nll": -frozen, "kl/old": old - frozen, "ratio/mean": (frozen - old).exp()}
-        known = {"clip_low": "clip/low", "clip_high": "clip/high"}
-        metrics |= {known.get(k, f"loss/{k}"): v for k, v in output.items() if k not in ("ratio", "kl")}
-        if inputs["ref_logprobs"] is not None and real:
-            metrics["kl/ref_k3"] = k3(frozen, inputs["ref_logprobs"])
-        if gen is not None:
-            metrics["mismatch/abs_mean"] = (frozen - gen).abs()
-        return share, metrics, mask
-
-    def _correction(self, frozen: Tensor, gen: Tensor | None) -> Tensor | float:
-        """What makes a token's importance weight min(pi / pi_sampler, cap), also where the loss has the ratio to old_logprobs. [B, T]
-
-        A loss that asks for gen_logprobs weighs the sampler's data itself, as it says, and is left alone.
-        """
-        if self.importance_cap is None or gen is None or self._weighs_itself:
-            return 1.0
-        ratio = (frozen - gen).exp()
-        return (self.importance_cap / ratio).clamp(max=1.0) if self._has_ratio else ratio.clamp(max=self.importance_cap)
-
-    def _whole_batch(self, episodes: list[Episode], rows: list[Row], lengths: list[int]) -> "WholeBatch":
-        """Evaluate a loss that returns a scalar once, on the whole step's [B, T], and keep d loss / d logprobs by episode.
-
-        Costs one forward pass more. Collective over the model's mesh.
-        """
-        mine: dict[int, tuple[np.ndarray, np.ndarray]] = {}
-        places = {id(e): i for i, e in enumerate(episodes)}
-        with torch.no_grad():
-            for row in rows:
-                flat = [t.cpu().numpy() for t in self.model.local(to_batch(row, self.model.device))]
-                ends = np.cumsum([e.num_response_tokens for e in row])[:-1]
-                parts = [np.split(t, ends) for t in flat]
-                mine |= {places[id(e)]: pair for e, *pair in zip(row, *parts, strict=True) if id(e) in places}
-        gathered: list[dict] = [{} for _ in range(self.model.mesh.size(0))]
-        dist.all_gather_object(gathered, mine, group=self.model.mesh.get_group("dp"))
-        known = {i: pair for shard in gathered for i, pair in shard.items()}
-        logprobs, entropy = (pad([known[i][k] for i in range(len(episodes))], self.model.device) for k in (0, 1))
-        logprobs.requires_grad_()
-        mask = pad([e.loss_mask for e in episodes], self.model.device)
-        inputs = _inputs(episodes, self.model.device)
-        value = whole_batch_loss(self.loss, logprobs=logprobs, entropy=entropy, padding_mask=mask, **inputs)
-        (gradient,) = torch.autograd.grad(value, logprobs)
-        rows_of = gradient.cpu().numpy()
-        gradients = {id(e): rows_of[i, : e.num_response_tokens] for i, e in enumerate(episodes)}
-        known_value = value.item() if any(lengths) else 0.0  # a mean over no tokens is NaN; its gradient is 0
-        return WholeBatch(known_value, gradients, 1 / max(sum(lengths), 1))
+        result = {"loss/policy": float(total) if loss.value is None else loss.value} | stats.reduce(dp) | loss.sequence_metrics(dp)
+        tokens = sum(int(e.loss_mask.sum()) for e in episodes)
+        return result | {"loss/tokens": float(tokens)} | self._step(step)
 
     @torch.no_grad()
     def _step(self, step: int) -> dict[str, float]:
@@ -326,13 +240,6 @@ class Trainer:
                 moments["step"].fill_(float(updates))
 
 
-@dataclass(frozen=True)
-class WholeBatch:
-    value: float
-    gradients: dict[int, np.ndarray]  # by id(episode): d loss / d logprobs, [R]
-    token_weight: float  # of an entropy bonus: the mean over tokens
-
-
 MODULE_GROUPS = ("embed", "attn", "mlp", "norm", "head", "other")
 
 
@@ -356,14 +263,9 @@ def lr_at(step: int, cfg: TrainingConfig) -> float:
     return cfg.learning_rate * ((1 - done) if cfg.schedule == "linear" else (1 + math.cos(math.pi * done)) / 2)
 
 
-def _inputs(episodes: list[Episode], device: torch.device) -> dict[str, Tensor | None]:
-    """The [B, T] tensors of a loss that come with the episodes; None for what they do not carry."""
-
-    def column(name: str) -> Tensor | None:
-        values = [vars(e)[name] for e in episodes]
-        return None if values[0] is None else pad(values, device)
-
-    return {name: column(name) for name in ("advantages", "gen_logprobs", "ref_logprobs", "old_logprobs")}
+def _grid(values: Tensor, batch: Batch) -> Tensor:
+    """[M] response tokens in episode order -> [B, T], 0 where an episode has ended."""
+    return values.new_zeros(batch.shape[0] * batch.shape[1]).index_copy(0, batch.grid, values).view(batch.shape)
 
 
 def _sharded(parameter: Tensor) -> DTensor:

@@ -46,7 +46,7 @@ class PolicyLoss(ABC):
     averaging: Averaging  # of the class, or set by its __init__
     max_tokens: int | None = None  # the constant L of averaging "constant"
     elementwise: ClassVar[bool] = False  # True: a token's loss depends on no other token's log-prob
-    centred: ClassVar[bool] = True  # True: where policy, sampler and reference agree, d loss / d logprob is -A times the token's weight
+    centred: bool = True  # True: where policy, sampler and reference agree, d loss / d logprob is -A times the token's weight
     advantage: ClassVar[str] = "group_zscore"  # of losses.advantages: what the objective is defined with, and the run's default
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -68,6 +68,10 @@ class PolicyLoss(ABC):
     def needs_reference(self) -> bool:
         """Whether this instance cannot work without `ref_logprobs`; by default the signature says."""
         return _signature_requires_reference(self)
+
+    def formula(self) -> str:
+        """The loss u at one token with this instance's numbers filled in, in ASCII, for the card that a run prints."""
+        return f"u = {type(self).__name__}.per_token({', '.join(sorted(self.needs()))})"
 
     def evaluate(self, **available: Tensor | None) -> LossOutput:
         """The loss and its metrics at every token, [B, T], 0 in the padding. Tensors it did not name are ignored.

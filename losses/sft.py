@@ -10,6 +10,7 @@ class NLLLoss(PolicyLoss):
 
     averaging = "token"
     elementwise = True
+    centred = False  # it has no advantage: every token of the answer is made likelier
 
     def per_token(self, logprobs: Tensor) -> Tensor:
         return -logprobs

@@ -1,4 +1,4 @@
-"""What a GPU can do at best, for the model FLOP utilisation in the log."""
+"""What this machine has and what its devices can do, so that no other code asks which device it runs on."""
 
 import torch
 
@@ -6,8 +6,18 @@ import torch
 PEAK_BF16 = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "H20": 148e12, "L40S": 362e12, "B200": 2250e12}
 
 
+def num_ranks(most: int) -> int:
+    """A rank for each GPU of this machine; `most` where it has more than that, or none."""
+    return min(torch.cuda.device_count(), most) or most
+
+
+def computes_reproducibly(device: torch.device) -> bool:
+    """Does a computation give the same bits each time? On a CPU it does, on a GPU in torch's deterministic mode only."""
+    return device.type == "cpu" or torch.are_deterministic_algorithms_enabled()
+
+
 def peak_flops(device: torch.device) -> float | None:
-    """FLOP/s of this rank's GPU at best, None for a CPU or a GPU that is not in the table."""
+    """FLOP/s of this rank's GPU at best, for the model FLOP utilisation; None for a CPU or a GPU that is not in the table."""
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)

@@ -38,15 +38,16 @@ class TrainingBytes(NamedTuple):
     peak: int  # at most, `kept` included
 
 
-def training_bytes(weights: int, *, hidden: int, intermediate: int, heads: int, layers: int, tokens: int) -> TrainingBytes:
-    """For `weights` bytes of fp32 shards and rows of `tokens`, before anything was trained. heads: width of q, k and v together.
+def training_bytes(weights: int, *, hidden: int, intermediate: int, heads: int, layers: int, tokens: int, itemsize: int) -> TrainingBytes:
+    """For `weights` bytes of fp32 shards and rows of `tokens`, before anything was trained. heads: width of q, k and v together;
+    itemsize: bytes of a number of the computation's dtype.
 
-    Two moments and gradients are 3 x `weights`, the gathered bf16 weights at most half as much again. Activations of one row without
-    checkpointing, in bf16 vectors a token and layer of transformers' eager blocks: about 10 of the hidden, 4 of the intermediate and
-    3 of the heads' width (docs/results.md compares with what was measured). The head's chunks: 2 GiB.
+    Two moments and gradients are 3 x `weights`, the weights gathered in the computation's dtype at most itemsize / 4 as much again.
+    Activations of one row without checkpointing, in vectors a token and layer of transformers' eager blocks: about 10 of the hidden, 4
+    of the intermediate and 3 of the heads' width (docs/results.md compares bf16 with what was measured). The head's chunks: 2 GiB.
     """
-    activations = 2 * layers * tokens * (10 * hidden + 4 * intermediate + 3 * heads)
-    return TrainingBytes(2 * weights, int(3.5 * weights) + activations + 2 * GIB)
+    activations = itemsize * layers * tokens * (10 * hidden + 4 * intermediate + 3 * heads)
+    return TrainingBytes(2 * weights, 3 * weights + weights * itemsize // 4 + activations + 2 * GIB)
 
 
 def residency(device: torch.device, needed: TrainingBytes, kv_cache: int) -> Residency:
@@ -63,10 +64,11 @@ def residency(device: torch.device, needed: TrainingBytes, kv_cache: int) -> Res
             f"{total / GIB:.2f} GiB free beside the engine. Lower generator.gpu_memory_utilization"
         )
     choice: Residency = "stays" if free > needed.peak else "drops its KV cache" if free + kv_cache > needed.peak else "sleeps"
+    level = " (level 2 when new weights follow, else level 1)" if choice == "sleeps" else ""
     log.info(
         "engine and trainer share a GPU of %.1f GiB: %.1f GiB are free beside the engine, whose KV cache has %.1f GiB; training is "
-        "expected to take %.1f GiB more, so the engine %s while the policy trains",
-        *(total / GIB, free / GIB, kv_cache / GIB, needed.peak / GIB, choice),
+        "expected to take %.1f GiB more, so the engine %s%s while the policy trains",
+        *(total / GIB, free / GIB, kv_cache / GIB, needed.peak / GIB, choice, level),
     )
     return choice
 
@@ -86,34 +88,40 @@ def usage(device: torch.device, engine: int = 0) -> dict[str, float]:
     return {f"mem/{name}_gib": count / GIB for name, count in numbers.items()}
 
 
+class Remedy(NamedTuple):
+    """What to do about a library's own error that says its memory does not suffice."""
+
+    advice: str
+    share_too_small: bool = False  # the bytes known to `explained` are a share that did not suffice, not what was needed
+
+
 # What CUDA's libraries say besides torch.OutOfMemoryError.
 SIGNS = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
 
 
 @contextmanager
-def explained(
-    phase: str, keys: str, *, needed: int = 0, others: Mapping[str, str] = MappingProxyType({})
-) -> Iterator[None]:
+def explained(phase: str, keys: str, *, needed: int = 0, others: Mapping[str, Remedy] = MappingProxyType({})) -> Iterator[None]:
     """Turn running out of GPU memory inside into one message: the phase, the bytes needed and free, and the `keys` to lower.
 
-    needed: bytes, where the error will not say. others: errors of a library that mean the same, by their first words, and what to
-    do about each.
+    needed: bytes, where the error will not say. others: errors of a library that mean the same, by their first words.
     """
     try:
         yield
     except (RuntimeError, ValueError) as error:
         said = str(error)
-        remedy = next((what for words, what in others.items() if words in said), None)
+        remedy = next((remedy for words, remedy in others.items() if words in said), None)
         if remedy is not None:
             detail = f" ({said.partition('. ')[0]})"
         elif any(sign in said for sign in SIGNS):
-            remedy, detail = f"Lower {keys}", ""
+            remedy, detail = Remedy(f"Lower {keys}"), ""
         else:
             raise
         asked = re.search(r"Tried to allocate ([\d.]+ \w+)", said)
         size = asked[1] if asked else f"{needed / GIB:.2f} GiB" if needed else "more than there is"
+        if remedy.share_too_small:
+            size = f"more than its share of {needed / GIB:.2f} GiB" if needed else "more than its share"
         kind, state = _state()
-        raise ValueError(f"out of {kind} memory while {phase}: {size} needed{detail}{state}. {remedy}") from error
+        raise ValueError(f"out of {kind} memory while {phase}: {size} needed{detail}{state}. {remedy.advice}") from error
 
 
 def _state() -> tuple[str, str]:

@@ -69,6 +69,8 @@ class HeldOut:
     def evaluate(self, generator: Generator, scorer: Scorer) -> dict[str, float]:
         """Mean reward, and accuracy: the share of answers to which the first reward gave 1 or more; {} without prompts.
 
+        Answers whose reward is missing are in neither mean.
+
         Every prompt counts once, whatever the number of replicas. Collective over the world.
         """
         if not self._prompts:
@@ -76,12 +78,9 @@ class HeldOut:
         with self._clock.phase("eval"):
             share = score_share(generator, scorer, self._prompts, self._cfg.n_samples, self._sampling, self._clock)
             groups = everyone(share, self._place.generator, self._place)
-        rewards = [r for g in groups for r in g.rewards]
-        first = [r for g in groups for r in next(iter(g.reward_parts.values()))]
+        rewards = [r for g in groups for r in g.rewards if r is not None]
+        first = [r for g in groups for r in next(iter(g.reward_parts.values())) if r is not None]
         lengths = [len(c.token_ids) for g in groups for c in g.completions]
-        return {
-            "eval/reward": statistics.fmean(rewards),
-            "eval/accuracy": statistics.fmean(r >= 1 for r in first),
-            "eval/len": statistics.fmean(lengths),
-            "eval/prompts": len(groups),
-        }
+        means = {"eval/reward": rewards, "eval/accuracy": [r >= 1 for r in first]}
+        known = {name: statistics.fmean(values) for name, values in means.items() if values}
+        return known | {"eval/len": statistics.fmean(lengths), "eval/prompts": len(groups)}

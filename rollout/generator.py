@@ -20,7 +20,7 @@ from transformers import AutoConfig
 
 from batch import Completion, Group, Prompt
 from model import ModelSource
-from parallel.memory import Residency, allocated, capacity, empty_cache, explained, residency, training_bytes
+from parallel.memory import Remedy, Residency, allocated, capacity, empty_cache, explained, residency, training_bytes
 from parallel.placement import Placement, holds, share, shares_ranks
 from parallel.sub_world import OwnRandomState, sub_world
 from parallel.weights import Bucket, checksum
@@ -48,11 +48,21 @@ class Generator:
     """A handle every rank holds. Outside its mesh there is no engine, its share of prompts is [] and its methods do nothing."""
 
     def __init__(
-        self, source: ModelSource, cfg: GeneratorConfig, place: Placement, dtype: str, seq_len: int, row_tokens: int = 16384, *, seed: int
+        self,
+        source: ModelSource,
+        cfg: GeneratorConfig,
+        place: Placement,
+        dtype: str,
+        seq_len: int,
+        row_tokens: int = 16384,
+        *,
+        seed: int,
+        policy_bytes: int | None = None,
     ):
         """Start the engine with weights still to be loaded. Collective over each replica.
 
-        row_tokens: of the trainer's forward pass; where it shares the GPU they decide whether the engine must make room.
+        dtype: of the trainer's computation; row_tokens: of its forward pass; policy_bytes: of the policy's shards on this rank, None:
+        all that lives on the GPU, a reference included. Where the trainer shares the GPU they decide whether the engine must make room.
         """
         self.mesh: DeviceMesh = place.generator
         self.seq_len = seq_len
@@ -70,7 +80,7 @@ class Generator:
         self._tokenizer = source.tokenizer()
         self._sleeps = place.device.type == "cuda" and shares_ranks(self.mesh, place.trainer)
         index = self.mesh.get_local_rank("dp")
-        weights = allocated(place.device)
+        before = allocated(place.device)
         arguments = self._arguments(source, cfg, place) | {"seed": seed + index} | cfg.engine
         threads, set_threads, precision = torch.get_num_threads(), torch.set_num_threads, torch.get_float32_matmul_precision()
         with self._inside():
@@ -89,9 +99,10 @@ class Generator:
         torch.set_num_threads = set_threads  # vLLM replaces it by a function that only warns
         set_threads(threads)
         torch.set_float32_matmul_precision(precision)
-        self.live_bytes = allocated(place.device) - weights
+        self.live_bytes = allocated(place.device) - before
         if self._sleeps:
-            needed = training_bytes(weights, tokens=row_tokens, **_widths(source))
+            weights = before if policy_bytes is None else policy_bytes
+            needed = training_bytes(weights, tokens=row_tokens, itemsize=getattr(torch, dtype).itemsize, **_widths(source))
             self._residency = residency(place.device, needed, sum(block.handle[1] for block in _blocks("kv_cache")))
 
     def _arguments(self, source: ModelSource, cfg: GeneratorConfig, place: Placement) -> dict[str, Any]:
@@ -164,7 +175,8 @@ class Generator:
                         seed=None if sampling.seed is None else sample_seed(sampling.seed, prompt.index, sample),
                     )
                 )
-        with self._inside(), explained("sampling", "grpo.n_samples, training.seq_len or generator.gpu_memory_utilization"):
+        keys = "generator.max_num_seqs, training.seq_len or generator.gpu_memory_utilization"
+        with self._inside(), explained("sampling", keys):
             outputs = iter(self._llm.generate(requests, params, use_tqdm=False))
         return [Group(p, [self._completion(next(outputs).outputs[0]) for _ in range(n_samples)]) for p in mine]
 
@@ -225,11 +237,12 @@ class Generator:
             return
         model = self._model()
         expected: dict[str, tuple[int, int]] = {}
-        for bucket in buckets:
-            expected |= {name: (total, tensor.numel()) for name, tensor, total in bucket}
-            with self._inside():
-                model.load_weights((name, tensor) for name, tensor, _ in bucket)
-        self._verify(model, expected)
+        with explained("loading new weights into the engine", "generator.gpu_memory_utilization"):
+            for bucket in buckets:
+                expected |= {name: (total, tensor.numel()) for name, tensor, total in bucket}
+                with self._inside():
+                    model.load_weights((name, tensor) for name, tensor, _ in bucket)
+            self._verify(model, expected)
         empty_cache()
         self._wake_kv_cache()
         self.version = version
@@ -319,9 +332,9 @@ def _widths(source: ModelSource) -> dict[str, int]:
 # How vLLM says that its memory does not suffice to start, and what to do about it.
 _RAISE = "Raise generator.gpu_memory_utilization (on a CPU generator.engine.kv_cache_memory_bytes)"
 TOO_LITTLE_MEMORY = {
-    "Free memory on device": "Lower generator.gpu_memory_utilization, or end what else uses the GPU",
-    "No available memory for the cache": "The weights leave nothing of the engine's share. " + _RAISE,
-    "To serve at least one request": _RAISE + ", or lower training.seq_len",
+    "Free memory on device": Remedy("Lower generator.gpu_memory_utilization, or end what else uses the GPU"),
+    "No available memory for the cache": Remedy("The weights leave nothing of the engine's share. " + _RAISE, share_too_small=True),
+    "To serve at least one request": Remedy(_RAISE + ", or lower training.seq_len", share_too_small=True),
 }
 
 

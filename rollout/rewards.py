@@ -4,8 +4,10 @@ r"""Rewards: any callable `(prompt, response, target) -> float`, named in the co
 
 A reward receives three strings: `prompt`, what the dataset asked, before the chat template; `response`, the completion
 decoded without special tokens, and without what a chat template already put into the prompt (an opening `<think>`);
-`target`, the expected answer. It returns a finite number. A reward that raises, or returns anything else, ends the run:
-a missing score that becomes a zero looks like a bad model.
+`target`, the expected answer. One that names a keyword `completion` also gets the `batch.Completion` with its token ids and
+stop reason. It returns a finite number, or MISSING where it cannot tell: then the sample is in no baseline, and nothing is
+learned from it. A reward that raises, or returns anything else (None too: a forgotten `return`), ends the run: a score
+that silently becomes a zero looks like a bad model.
 
 Nothing a model wrote is evaluated here: answers are compared as exact fractions or as text.
 """
@@ -17,11 +19,13 @@ from inspect import signature
 from numbers import Real
 from typing import Any
 
-from batch import Group
+from batch import Completion, Group
 from config import Call
 from rollout.answers import expected_answer, given_answer, same_answer
 
-Reward = Callable[[str, str, str], float]
+MISSING = object()  # what a reward returns for a sample it cannot judge
+
+Reward = Callable[..., Any]
 
 
 class RewardError(RuntimeError):
@@ -49,34 +53,42 @@ class Scorer:
 
     def score(self, group: Group) -> Group:
         """The group with its rewards and their unweighted parts filled in."""
-        parts: dict[str, list[float]] = {name: [] for name in self._rewards}
+        parts: dict[str, list[float | None]] = {name: [] for name in self._rewards}
         for sample in range(len(group.completions)):
             for name in self._rewards:
                 parts[name].append(self._score_one(name, group, sample))
-        totals = [
-            sum(weight * parts[name][sample] for name, (_, weight) in self._rewards.items())
-            for sample in range(len(group.completions))
-        ]
+        totals: list[float | None] = []
+        for values in zip(*parts.values(), strict=True):
+            weighted = [None if v is None else self.weights[name] * v for name, v in zip(parts, values, strict=True)]
+            totals.append(None if None in weighted else sum(w for w in weighted if w is not None))
         return replace(group, rewards=totals, reward_parts=parts)
 
-    def _score_one(self, name: str, group: Group, sample: int) -> float:
+    @property
+    def weights(self) -> dict[str, float]:
+        return {name: weight for name, (_, weight) in self._rewards.items()}
+
+    def _score_one(self, name: str, group: Group, sample: int) -> float | None:
         reward, _ = self._rewards[name]
-        prompt, response = group.prompt, group.completions[sample].text
+        prompt, completion = group.prompt, group.completions[sample]
+        response, more = completion.text, {"completion": completion} if "completion" in signature(reward).parameters else {}
         where = f"rewards.{name}, prompt {prompt.index}, sample {sample} (response {response[:80]!r})"
         try:
-            value: Any = reward(prompt.text, response, prompt.target)
+            value: Any = reward(prompt.text, response, prompt.target, **more)
         except Exception as error:
             raise RewardError(f"{where} raised {type(error).__name__}: {error}") from error
+        if value is MISSING:
+            return None
         if not isinstance(value, Real) or not math.isfinite(value):
-            raise RewardError(f"{where} returned {value!r}; a reward returns a finite number for every sample")
+            raise RewardError(f"{where} returned {value!r}; a reward returns a finite number, or rollout.rewards.MISSING")
         return float(value)
 
 
 def check_reward(name: str, fn: str, reward: Any) -> None:
     if not callable(reward):
         raise ValueError(f"rewards.{name}.fn={fn} cannot be called: a reward is a function, or a class with __call__")
+    more = {"completion": None} if "completion" in signature(reward).parameters else {}
     try:
-        signature(reward).bind("prompt", "response", "target")
+        signature(reward).bind("prompt", "response", "target", **more)
     except TypeError as error:
         raise ValueError(
             f"rewards.{name}.fn={fn} is called as (prompt, response, target) but takes {signature(reward)}: {error}"
@@ -112,6 +124,23 @@ class ThinkingReward:
         thought = thought.strip().removeprefix("<think>")
         well_formed = closing and "<think>" not in thought and "think>" not in answer
         return 1.0 if well_formed and thought.strip() and answer.strip() else 0.0
+
+
+class SoftOverlong:
+    """What an answer loses for its length, as DAPO's soft overlong punishment (2503.14476): 0 up to max_tokens - cache tokens, then
+    falling linearly to -1 at max_tokens, and -1 beyond.
+
+    A reward like any other, added to the rest before the advantage. max_tokens, cache: response tokens (the paper: 20480 and 4096).
+    """
+
+    def __init__(self, *, max_tokens: int, cache: int):
+        if not 0 < cache <= max_tokens:
+            raise ValueError(f"cache={cache} must be above 0 and at most max_tokens={max_tokens}: the tokens over which the reward falls")
+        self.max_tokens, self.cache = max_tokens, cache
+
+    def __call__(self, prompt: str, response: str, target: str, *, completion: Completion) -> float:
+        over = len(completion.token_ids) - (self.max_tokens - self.cache)
+        return -min(max(over / self.cache, 0.0), 1.0)
 
 
 class DigitsReward:

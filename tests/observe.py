@@ -48,13 +48,16 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 def observe(seen: Observed) -> None:
     """Put the observation points around train_grpo's and the trainer's own functions."""
-    to_episodes, attach, init = train_grpo.to_episodes, train_grpo.attach, Trainer.__init__
+    to_episodes, attach, credit, init = train_grpo.to_episodes, train_grpo.attach, train_grpo.credit, Trainer.__init__
 
-    def groups_and_advantages(groups: list[Group], advantages: list[list[float]], **options: Any) -> list[Episode]:
+    def all_groups(groups: list[Group], **options: Any) -> list[Episode]:
         seen.groups.append(groups)
-        seen.advantages.append(advantages)
         seen.attached.append({})
-        return to_episodes(groups, advantages, **options)
+        return to_episodes(groups, **options)
+
+    def advantages(*arguments: Any, **options: Any) -> list[list[float]]:
+        seen.advantages.append(credit(*arguments, **options))
+        return seen.advantages[-1]
 
     def logprobs(name: str, episodes: list[Episode], values: list[np.ndarray]) -> None:
         seen.attached[-1][name] = values
@@ -71,7 +74,7 @@ def observe(seen: Observed) -> None:
 
             trainer._adamw.register_step_pre_hook(keep)
 
-    train_grpo.to_episodes, train_grpo.attach = groups_and_advantages, logprobs
+    train_grpo.to_episodes, train_grpo.attach, train_grpo.credit = all_groups, logprobs, advantages
     Trainer.__init__ = first_gradient  # type: ignore[method-assign, assignment]
 
 

@@ -36,14 +36,14 @@ def place():
 
 @pytest.fixture
 def trainer_of(place, tiny_qwen3):
-    """`trainer_of(loss, max_tokens=..., importance_cap=..., <training keys>)` on the tiny Qwen3."""
+    """`trainer_of(loss, max_tokens=..., correction=..., <training keys>)` on the tiny Qwen3."""
 
-    def make(loss, *, max_tokens: int = 10_000, importance_cap: float | None = None, **training) -> Trainer:
+    def make(loss, *, max_tokens: int = 10_000, correction=None, top_entropy: float = 1.0, **training) -> Trainer:
         keys: dict[str, Any] = {"dtype": "float32", "max_grad_norm": 0.0, "adam_beta1": 0.0} | training
         cfg = TrainingConfig(**keys)
         source = ModelSource(str(tiny_qwen3))
         model = Model(source, place.trainer, dtype=cfg.dtype, temperature=TEMPERATURE, max_tokens=max_tokens, trainable=True)
-        return Trainer(model, cfg, loss, importance_cap=importance_cap)
+        return Trainer(model, cfg, loss, correction=correction, top_entropy=top_entropy)
 
     return make
 

@@ -94,8 +94,7 @@ class Job:
 
     def gaps(self, groups: list[Group]) -> np.ndarray:
         """|engine's - policy's| log-prob of every sampled token."""
-        zeros = [[0.0] * len(g.completions) for g in groups]
-        episodes = to_episodes(groups, zeros, mask_truncated=False, old_from_sampler=False)
+        episodes = to_episodes(groups, mask_truncated=False, old_from_sampler=False)
         own = everyone(self.policy.logprobs(episodes), self.policy.mesh, self.place)
         return np.concatenate([np.abs(e.gen_logprobs - values) for e, values in zip(episodes, own, strict=True)])
 

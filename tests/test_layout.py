@@ -29,6 +29,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "batch": set(),
     "parallel": set(),
     "losses": {"batch"},
+    "losses/check.py": {"batch", "config"},  # tools, which resolve what a user names
+    "losses/card.py": {"batch", "config"},
     "head": {"batch"},
     "data": {"batch", "config"},
     "metrics": {"batch", "config"},
@@ -66,7 +68,8 @@ def owner(path: Path) -> str:
 
 @each_file
 def test_imports_point_inwards(path):
-    allowed = MAY_IMPORT.get(owner(path), OURS if owner(path) in SCRIPTS | {"bench"} else OURS - SCRIPTS)
+    here = str(path.relative_to(ROOT))
+    allowed = MAY_IMPORT.get(here if here in MAY_IMPORT else owner(path), OURS if owner(path) in SCRIPTS | {"bench"} else OURS - SCRIPTS)
     extra = {name.split(".")[0] for name in imports(path)} & OURS - allowed - {owner(path)}
     assert not extra, f"{path.relative_to(ROOT)} imports {sorted(extra)}; see MAY_IMPORT"
 
@@ -118,6 +121,58 @@ def test_no_code_asks_which_role_or_rank_it_is(path):
                     "get_node_local_rank",
                 )
                 assert not rank, f"line {node.lineno}: ask parallel/ for the share of this rank"
+
+
+# Where CUDA and a CPU may be told apart. head.py: for the size of its blocks of logits, which changes no result.
+KNOWS_DEVICES = {"parallel", "rollout/generator.py", "head.py"}
+
+
+def asks_for_the_device(node: ast.AST) -> bool:
+    """Does it compare with the name of a device, or read a tensor's flag or what torch sees? Anything else is no branch."""
+    names, seen = ("cuda", "cpu"), ("is_available", "device_count")
+    if isinstance(node, ast.Compare | ast.MatchValue):
+        sides = [node.value] if isinstance(node, ast.MatchValue) else [node.left, *node.comparators]
+        listed = [item for s in sides for item in (s.elts if isinstance(s, ast.Tuple | ast.List | ast.Set) else [s])]
+        return any(isinstance(item, ast.Constant) and item.value in names for item in listed)
+    if isinstance(node, ast.Call) and called(node) == "startswith":
+        return any(isinstance(arg, ast.Constant) and str(arg.value).startswith(names) for arg in node.args)
+    if isinstance(node, ast.Attribute):
+        return node.attr in ("is_cuda", "is_cpu") or ast.unparse(node) in [f"torch.cuda.{name}" for name in seen]
+    return isinstance(node, ast.ImportFrom) and node.module == "torch.cuda" and not {a.name for a in node.names}.isdisjoint(seen)
+
+
+@each_file
+def test_no_code_asks_which_device_it_runs_on(path):
+    """A table keyed by device, as attention.py has one, is no branch; nor is the configuration's list of devices."""
+    if not KNOWS_DEVICES & {owner(path), str(path.relative_to(ROOT))}:
+        found = [ast.unparse(node) for node in ast.walk(tree(path)) if asks_for_the_device(node)]
+        assert not found, "ask parallel/hardware.py or parallel/memory.py instead"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        'if device.type == "cuda": pass',
+        'seeded = place.device.type != "cpu" or always',
+        'if "cuda" in str(device): pass',
+        'fast = device.type in ("cuda", "xpu")',
+        'if str(device).startswith("cuda:"): pass',
+        "if weights.is_cuda: pass",
+        "ranks = torch.cuda.device_count() or 2",
+        "device = pick() if torch.cuda.is_available() else other",
+        "from torch.cuda import is_available",
+        'match device.type:\n    case "cuda": pass',
+    ],
+)
+def test_a_question_for_the_device_is_recognized(line):
+    assert any(map(asks_for_the_device, ast.walk(ast.parse(line))))
+
+
+@pytest.mark.parametrize(
+    "line", ['KERNELS = {("cuda", bf16): flash}', 'device: Literal["auto", "cpu", "cuda"] = "auto"', 'cpu = torch.device("cpu")']
+)
+def test_the_name_of_a_device_alone_is_no_question(line):
+    assert not any(map(asks_for_the_device, ast.walk(ast.parse(line))))
 
 
 @each_file

@@ -1,9 +1,11 @@
 """What is said when GPU memory runs out, and what is chosen from bytes; on the GPU itself tests/gpu/test_memory.py shows it."""
 
+import logging
+
 import pytest
 import torch
 
-from parallel.memory import GIB, explained, training_bytes
+from parallel.memory import GIB, TrainingBytes, explained, residency, training_bytes
 from rollout.generator import TOO_LITTLE_MEMORY
 
 CUDA_SAYS = (
@@ -35,6 +37,20 @@ def test_what_vllm_says_about_its_start_keeps_its_numbers_and_gets_our_keys():
             raise ValueError(VLLM_SAYS)
 
 
+@pytest.mark.parametrize("said", ["No available memory for the cache blocks. Try increasing it.", VLLM_SAYS])
+def test_a_share_that_is_too_small_is_called_that_and_not_what_was_needed(said):
+    with pytest.raises(ValueError, match="while starting the engine: more than its share of 1.40 GiB needed .*Raise generator") as caught:
+        with explained("starting the engine", "x", needed=int(1.4 * GIB), others=TOO_LITTLE_MEMORY):
+            raise ValueError(said)
+    assert "memory while starting the engine: 1.40 GiB needed" not in str(caught.value)
+
+
+def test_a_share_that_is_not_free_is_what_was_needed():
+    with pytest.raises(ValueError, match="while starting the engine: 41.94 GiB needed .*Lower generator.gpu_memory_utilization, or end"):
+        with explained("starting the engine", "x", needed=int(41.94 * GIB), others=TOO_LITTLE_MEMORY):
+            raise ValueError("Free memory on device cuda:0 (15.81/139.8 GiB) on startup is less than desired GPU memory utilization")
+
+
 def test_it_is_explained_once():
     with pytest.raises(ValueError, match="^out of .* memory while scoring"):
         with explained("training", "a"), explained("scoring", "b"):
@@ -52,6 +68,32 @@ def test_other_errors_pass_unchanged(error):
 def test_the_trainers_bytes_are_near_what_a_qwen3_06b_took():
     """Measured on one H200: 41.3 GiB at the peak, of which 2.2 GiB are the weights, with rows of up to 16,384 tokens."""
     weights = 4 * 596_049_920
-    expected = training_bytes(weights, hidden=1024, intermediate=3072, heads=4096, layers=28, tokens=16384)
+    expected = training_bytes(weights, hidden=1024, intermediate=3072, heads=4096, layers=28, tokens=16384, itemsize=2)
     assert expected.kept == 2 * weights
     assert expected.peak / GIB == pytest.approx(41.3 - 2.2, rel=0.1)
+
+
+def test_float32_activations_take_twice_the_bytes_of_bfloat16_and_so_do_gathered_weights():
+    weights, shape = 4 * 10**9, {"hidden": 1024, "intermediate": 3072, "heads": 4096, "layers": 28}
+    half, full = (training_bytes(weights, tokens=16384, itemsize=size, **shape) for size in (2, 4))
+    activations = training_bytes(weights, tokens=2 * 16384, itemsize=2, **shape).peak - half.peak
+    assert half.kept == full.kept == 2 * weights
+    assert full.peak - half.peak == activations + weights // 2
+
+
+@pytest.mark.parametrize(
+    ("needed", "choice", "printed"),
+    [
+        (10, "stays", "so the engine stays while the policy trains"),
+        (40, "drops its KV cache", "so the engine drops its KV cache while the policy trains"),
+        (70, "sleeps", "so the engine sleeps (level 2 when new weights follow, else level 1) while the policy trains"),
+    ],
+)
+def test_what_the_engine_does_is_printed_with_the_bytes_it_follows_from(needed, choice, printed, monkeypatch, caplog):
+    """On a GPU of 80 GiB of which 20 are free beside an engine whose cache has 30."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (20 * GIB, 80 * GIB))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 0)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 0)
+    with caplog.at_level(logging.INFO):
+        assert residency(torch.device("cuda"), TrainingBytes(GIB, needed * GIB), 30 * GIB) == choice
+    assert f"expected to take {needed}.0 GiB more, {printed}" in caplog.text

@@ -185,6 +185,7 @@ def test_group_metrics_of_a_step_computed_by_hand():
         "reward/math/std": math.sqrt(1.5 / 8),
         "reward/form/mean": 1 / 8,
         "reward/form/std": math.sqrt(1 / 8 - 1 / 64),
+        "reward/missing": 0.0,
         "reward/solve_none": 0.25,
         "reward/solve_all": 0.25,
         "reward/frac_zero_std": 0.75,

@@ -125,8 +125,8 @@ def test_without_a_reference_beta_must_be_0(planned, tmp_path):
     with pytest.raises(ValueError) as error:
         planned(file, "--plan")
     assert str(error.value) == (
-        "the loss needs a reference model (grpo.beta above 0, or a loss that asks for ref_logprobs) and services.ref_model is "
-        "absent: add services.ref_model: {procs: 1}, or set grpo.beta: 0"
+        "the loss needs a reference model (grpo.beta or grpo.kl_in_reward above 0, or a loss that asks for ref_logprobs) and "
+        "services.ref_model is absent: add services.ref_model: {procs: 1}, or set grpo.beta: 0 and grpo.kl_in_reward: 0"
     )
     assert "ref_model   none" in planned(file, "grpo.beta=0", "--plan")
 
@@ -160,8 +160,9 @@ def test_a_plan_for_no_number_of_ranks_is_refused(number, planned):
 
 
 @pytest.mark.parametrize(("arguments", "message"), [
-    (["grpo.n_samples=1"], "group_zscore compares the samples of a prompt with each other, and a group has 1: grpo.n_samples must be at "
-                           "least 2"),
+    (["grpo.n_samples=1"], "grpo.n_samples=1 with grpo.advantage=losses.advantages.group_zscore: it compares the samples of a prompt with "
+                           "each other and gives a lone one 0; set grpo.n_samples to at least 2, or grpo.advantage: "
+                           "losses.advantages.batch_zscore"),
     (["loss=losses.SimpleGRPOLoss"], "grpo.clip_low=0.2 and loss.fn=losses.SimpleGRPOLoss are both set: remove grpo.clip_low and give "
                                      "losses.SimpleGRPOLoss its options under loss"),
     (["generator.with_gpus=false"], "services.generator.with_gpus=false: only ref_model can leave the run's device; for a run without "

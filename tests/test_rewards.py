@@ -9,7 +9,7 @@ import pytest
 
 from batch import Completion, Group, Prompt
 from config import Call
-from rollout.rewards import DigitsReward, MathReward, RewardError, Scorer, ThinkingReward
+from rollout.rewards import MISSING, DigitsReward, MathReward, RewardError, Scorer, SoftOverlong, ThinkingReward
 
 grade = MathReward()
 
@@ -199,7 +199,7 @@ def test_a_reward_without_a_finite_number_stops_the_run_and_names_itself_and_the
     with pytest.raises(RewardError, match=rf"rewards\.shaky, prompt 7, sample 2 \(response 'bad'\) {saying}") as caught:
         scorer.score(group(["a", "b", "bad", "c"]))
     assert isinstance(caught.value.__cause__, KeyError) == (name == "crash")
-    assert all(map(math.isfinite, scorer.score(group(["a", "b"])).rewards))
+    assert all(r is not None and math.isfinite(r) for r in scorer.score(group(["a", "b"])).rewards)
 
 
 @pytest.mark.parametrize("weight", [math.nan, math.inf, "1", None, True])
@@ -215,3 +215,27 @@ def test_rewards_that_cannot_score_are_refused_before_the_run():
         ValueError, match=r"rewards\.odd\.fn=.*is called as \(prompt, response, target\) but takes \(p\)"
     ):
         Scorer({"odd": Call("os.path.basename", {})})
+
+
+def lazy(prompt: str, response: str, target: str) -> object:
+    return MISSING if response == "?" else 1.0
+
+
+def test_a_sample_that_a_reward_cannot_judge_has_none_and_the_others_keep_theirs():
+    scorer = Scorer({"fine": Call("tests.test_rewards.constant", {}), "lazy": Call("tests.test_rewards.lazy", {"weight": 2.0})})
+    scored = scorer.score(group(["a", "?", "b"]))
+    assert scored.reward_parts["lazy"] == [1.0, None, 1.0] and scored.rewards[1] is None
+    assert scored.rewards[0] == scored.rewards[2] == 3.0
+
+
+@pytest.mark.parametrize(("tokens", "reward"), [(0, 0.0), (16, 0.0), (17, -0.25), (18, -0.5), (20, -1.0), (21, -1.0), (500, -1.0)])
+def test_a_long_answer_loses_linearly_over_the_cache_and_then_all(tokens, reward):
+    scorer = Scorer({"length": Call("rollout.rewards.SoftOverlong", {"max_tokens": 20, "cache": 4})})
+    completion = Completion("x", [1] * tokens, [0.0] * tokens)
+    assert scorer.score(Group(Prompt(0, [1]), [completion])).rewards == [reward]
+
+
+@pytest.mark.parametrize("cache", [0, 21])
+def test_a_cache_that_does_not_fit_is_refused(cache):
+    with pytest.raises(ValueError, match=rf"cache={cache} must be above 0 and at most max_tokens=20"):
+        SoftOverlong(max_tokens=20, cache=cache)

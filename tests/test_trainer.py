@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from torch.testing import assert_close
@@ -9,6 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from batch import Completion, Episode, Group, Prompt, to_episodes
 from losses import GRPOLoss, NLLLoss, PolicyLoss, ReinforceLoss, SimpleGRPOLoss
+from losses.correction import Truncated
 from tests.steps import (
     CustomLoss,
     assert_same_gradient,
@@ -67,7 +69,7 @@ def sampled_weight(model, episodes: list[Episode], cap: float):
 
 def test_stale_data_weighs_min_of_ratio_and_cap_in_a_loss_that_has_no_ratio(trainer_of, plain):
     episodes = some_episodes()
-    trainer = trainer_of(SimpleGRPOLoss(beta=0.0), importance_cap=2.0)
+    trainer = trainer_of(SimpleGRPOLoss(beta=0.0), correction=Truncated(cap=2.0))
     trainer.update(episodes, 0)
     sums, counts = sampled_weight(plain, episodes, 2.0)
     assert any((plain_scores(plain, e)[0].detach() - column(e, "gen_logprobs")).max() > math.log(2) for e in episodes)
@@ -88,7 +90,7 @@ def test_stale_data_weighs_min_of_ratio_and_cap_in_a_loss_that_has_the_ratio(tra
     episodes = some_episodes()
     for e in episodes:
         e.old_logprobs = e.gen_logprobs
-    trainer = trainer_of(Surrogate(), importance_cap=2.0)
+    trainer = trainer_of(Surrogate(), correction=Truncated(cap=2.0))
     trainer.update(episodes, 0)
     sums, counts = sampled_weight(plain, episodes, 2.0)
     assert_same_gradient(gradient(trainer), plain_gradient(plain, sum(sums) / sum(counts)))
@@ -97,7 +99,7 @@ def test_stale_data_weighs_min_of_ratio_and_cap_in_a_loss_that_has_the_ratio(tra
 def test_a_loss_that_weighs_the_samplers_data_itself_keeps_its_own_weights(trainer_of, plain):
     episodes = some_episodes()
     for clip_ratio, cap in ((None, math.inf), (3.0, 4.0)):  # clamped to [-2, 4]: from above, and above the trainer's cap
-        trainer = trainer_of(ReinforceLoss(clip_ratio=clip_ratio), importance_cap=2.0)
+        trainer = trainer_of(ReinforceLoss(clip_ratio=clip_ratio), correction=Truncated(cap=2.0))
         trainer.update(episodes, 0)
         sums, counts = sampled_weight(plain, episodes, cap)
         assert_same_gradient(gradient(trainer), plain_gradient(plain, sum(sums) / sum(counts)))
@@ -124,9 +126,9 @@ def answers(*stop_reasons: str) -> list[Episode]:
     """One completion of 4 tokens for each stop reason, under mask_truncated."""
     completions = [Completion("", [4, 5, 6, 7], [-1.0] * 4, {}, reason) for reason in stop_reasons]
     group = Group(Prompt(0, [3, 3]), completions)
-    episodes = to_episodes([group], [[1.0] * len(completions)], mask_truncated=True, old_from_sampler=False)
+    episodes = to_episodes([group], mask_truncated=True, old_from_sampler=False)
     for e in episodes:
-        e.ref_logprobs = e.gen_logprobs
+        e.advantages, e.ref_logprobs = np.ones_like(e.advantages), e.gen_logprobs
     return episodes
 
 

@@ -23,6 +23,7 @@ from transformers import AutoModelForCausalLM
 
 from batch import Group, Prompt, to_episodes
 from losses import GRPOLoss
+from losses.advantages import credit
 from model import Model, ModelSource
 from parallel.exchange import everyone, from_each
 from parallel.launch import launch
@@ -74,15 +75,15 @@ class Job:
     def train(self, groups: list[Group]) -> dict[str, float]:
         """One GRPO step with advantages drawn by chance: real gradients, whatever the model knows."""
         draw = np.random.default_rng(1000 + self.step)
-        advantages = [draw.normal(size=len(g.completions)).tolist() for g in groups]
-        stats = self.trainer.train(to_episodes(groups, advantages, mask_truncated=False, old_from_sampler=False), self.step)
+        episodes = to_episodes(groups, mask_truncated=False, old_from_sampler=False)
+        credit(groups, episodes, lambda rewards: draw.normal(size=len(rewards)).tolist(), kl_in_reward=0.0, weights={})
+        stats = self.trainer.train(episodes, self.step)
         self.step += 1
         return stats
 
     def gap(self, groups: list[Group]) -> float:
         """Mean |engine's - policy's| log-prob of the sampled tokens."""
-        zeros = [[0.0] * len(g.completions) for g in groups]
-        episodes = to_episodes(groups, zeros, mask_truncated=False, old_from_sampler=False)
+        episodes = to_episodes(groups, mask_truncated=False, old_from_sampler=False)
         own = everyone(self.policy.logprobs(episodes), self.policy.mesh, self.place)
         return float(np.concatenate([np.abs(e.gen_logprobs - values) for e, values in zip(episodes, own, strict=True)]).mean())
 

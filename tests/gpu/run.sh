@@ -1,41 +1,57 @@
 #!/usr/bin/env bash
-# All tests that need a GPU; ends with a table of verdicts and figures.
+# All tests that need a GPU; ends with a table of verdicts and figures, and with 0 if every file was run to its end and nothing failed.
 #
 #   [PYTHON=python3] [SMOLLM2=folder] [GSM8K=train.jsonl] [OUT=folder] tests/gpu/run.sh [attention precision checkpoint sync ...]
 #
-# Without names: all. With the same OUT several calls add up to one table. Tests that measure time or all of a GPU's memory run alone
-# on theirs: on one GPU after the others, on two beside them.
+# Without names: all. With the same OUT several calls add up to one table, in which a file that is run again replaces its rows. Uses the
+# first two GPUs of CUDA_VISIBLE_DEVICES. Tests that measure time or all of a GPU's memory run alone on theirs: on one GPU after the
+# others, on two beside them.
 set -uo pipefail
 cd "$(dirname "$0")/../.."
+known=(tests/gpu/test_*.py)
+known=("${known[@]#tests/gpu/test_}")
+known=("${known[@]%.py}")
+asked=("${@:-"${known[@]}"}")
+for test in "${asked[@]}"; do
+  [[ -f tests/gpu/test_$test.py ]] || { echo "there is no GPU test '$test', only: ${known[*]}" >&2; exit 2; }
+done
 python=${PYTHON:-python3}
 export OUT=${OUT:-$(mktemp -d)} SMOLLM2=${SMOLLM2:-HuggingFaceTB/SmolLM2-135M-Instruct} PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
-export VERDICTS=$OUT/verdicts.jsonl SHAPES=${SHAPES:-/tmp/shapes-$$} TOKENIZERS_PARALLELISM=false
-gpus=$("$python" -c 'import torch; print(torch.cuda.device_count())')
-last=$((gpus > 1))
-mkdir -p "$OUT"; touch "$VERDICTS"
+export SHAPES=${SHAPES:-/tmp/shapes-$$} TOKENIZERS_PARALLELISM=false
+export VLLM_USE_FLASHINFER_SAMPLER=${VLLM_USE_FLASHINFER_SAMPLER:-0} # 1: its default, which fails without FlashInfer
+gpus=$("$python" -c 'import torch; print(torch.cuda.device_count())') || exit 1
+IFS=, read -ra visible <<<"${CUDA_VISIBLE_DEVICES-0,1}" # numbers or UUIDs; torch counts those that it can use, from the first on
+first=${visible[0]:-} last=${visible[gpus > 1 ? 1 : 0]:-}
+mkdir -p "$OUT"
 "$python" -c 'import torch, transformers, vllm; print("torch", torch.__version__, "vllm", vllm.__version__, "transformers",
   transformers.__version__, torch.cuda.get_device_name())' 2>/dev/null | tee "$OUT/versions"
-[[ -d $SHAPES ]] || "$python" tests/gpu/shapes.py "$SHAPES" "$SMOLLM2" >"$OUT/shapes.log" 2>&1 || { cat "$OUT/shapes.log"; exit 1; }
+if ((gpus > 0)) && [[ ! -d $SHAPES ]]; then
+  "$python" tests/gpu/shapes.py "$SHAPES" "$SMOLLM2" >"$OUT/shapes.log" 2>&1 || { cat "$OUT/shapes.log"; exit 1; }
+fi
+for test in "${asked[@]}"; do
+  rm -f "$OUT/$test".{jsonl,log}
+  echo unfinished >"$OUT/$test.status"
+done
 
-lane() { # GPU TEST...: those asked for, one after the other, a log each
+lane() { # GPU TEST...: those asked for, one after the other; a log, verdicts and pytest's exit status each
   local gpu=$1 test
   for test in "${@:2}"; do
-    [[ -z $asked || " $asked " == *" $test "* ]] || continue
-    CUDA_VISIBLE_DEVICES=$gpu "$python" -m pytest -q -p no:cacheprovider "tests/gpu/test_$test.py" >"$OUT/$test.log" 2>&1
+    [[ " ${asked[*]} " == *" $test "* ]] || continue
+    CUDA_VISIBLE_DEVICES=$gpu VERDICTS=$OUT/$test.jsonl "$python" -m pytest -q -p no:cacheprovider "tests/gpu/test_$test.py" \
+      >"$OUT/$test.log" 2>&1
+    echo $? >"$OUT/$test.status"
   done
 }
-asked="$*"
 beside() { for test in attention precision checkpoint sync; do lane "$last" "$test" & done; wait; }
 if ((gpus > 1)); then
-  lane 0 runs small_runs & alone=$!
+  lane "$first" runs small_runs & alone=$!
   (beside)
-  lane 1 engine memory
+  lane "$last" engine memory
   wait "$alone"
-  lane 0,1 two_gpus
+  lane "$first,$last" two_gpus
 else
   beside
-  lane 0 engine small_runs memory runs
+  lane "$first" engine small_runs memory runs two_gpus
 fi
 cat "$OUT/versions"
-"$python" tests/gpu/table.py "$VERDICTS"
-! grep -q '"outcome": "failed"' "$VERDICTS"
+"$python" tests/gpu/table.py "$OUT"
