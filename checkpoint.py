@@ -10,11 +10,13 @@ import torch.distributed.checkpoint as dcp
 
 from batch import Group
 from metrics import Clock
+from model import Model
 from parallel.exchange import from_each, from_root
 from parallel.placement import Placement
 from parallel.sub_world import random_state, set_random_state
 from trainer import Trainer
 
+REFERENCE = "reference"  # folder of a moved reference's weights, inside the checkpoint's
 MARK = "WHOLE"  # written last: a folder without it is never resumed from
 
 
@@ -52,6 +54,7 @@ class Saved:
     random: list[tuple] = field(default_factory=list)  # state of each rank's random number generators
     engine_random: list[tuple | None] = field(default_factory=list)  # and of its engine's, where it has one
     recent: list[float] = field(default_factory=list)  # losses of the last steps, for an early stop
+    refreshes: int = 0  # how often the reference has moved to the policy
     folder: Path | None = None  # of weights and moments
 
 
@@ -67,19 +70,29 @@ def save(
     waiting: list[list[Group]] | None = None,
     recent: list[float] | None = None,
     engine_random: tuple | None = None,
+    reference: Model | None = None,
 ) -> None:
     """Write `output/checkpoints/step_N`, with the mark last, then remove the oldest. Collective over the world.
 
-    engine_random: this rank's; all else is equal on all ranks.
+    engine_random: this rank's; all else is equal on all ranks. reference: kept where its weights have left the checkpoint they came from.
 
     Those of later steps are removed too: like the lines of metrics.jsonl, they are of a run that this one has taken the place of.
     """
     with clock.phase("ckpt"):
         saved = Saved(step, trainer.updates, position, waiting or [], recent=recent or [])
-        _save(output, trainer, place, cfg, saved, engine_random)
+        saved = replace(saved, refreshes=reference.refreshes if reference is not None else 0)
+        _save(output, trainer, reference, place, cfg, saved, engine_random)
 
 
-def _save(output: Path, trainer: Trainer, place: Placement, cfg: CheckpointConfig, saved: Saved, engine: tuple | None) -> None:
+def _save(
+    output: Path,
+    trainer: Trainer,
+    reference: Model | None,
+    place: Placement,
+    cfg: CheckpointConfig,
+    saved: Saved,
+    engine: tuple | None,
+) -> None:
     folder = output / "checkpoints" / f"step_{saved.step}"
     if place.is_root:
         _remove(folder)  # left by a save that was interrupted, or by a run that this one replaces
@@ -87,6 +100,8 @@ def _save(output: Path, trainer: Trainer, place: Placement, cfg: CheckpointConfi
     from_root(None, place)
     if trainer.model.is_local:
         dcp.save(trainer.state(), checkpoint_id=folder, process_group=place.trainer_group)
+    if reference is not None and saved.refreshes and reference.is_local:
+        dcp.save(dict(reference.shards()), checkpoint_id=folder / REFERENCE, process_group=place.reference_group)
     random, engines = zip(*from_each((random_state(), engine), place), strict=True)
     if place.is_root:
         (folder / "run.pkl").write_bytes(pickle.dumps(replace(saved, random=list(random), engine_random=list(engines))))
@@ -143,8 +158,8 @@ def find(resume: str, output: Path, place: Placement) -> Saved:
     return replace(pickle.loads((folder / "run.pkl").read_bytes()), folder=folder)
 
 
-def restore(saved: Saved, trainer: Trainer, place: Placement) -> None:
-    """Load weights, moments and random numbers. Any layout of ranks may resume. Collective over the trainer's mesh."""
+def restore(saved: Saved, trainer: Trainer, place: Placement, reference: Model | None = None) -> None:
+    """Load weights, moments and random numbers. Any layout of ranks may resume. Collective over the meshes of trainer and reference."""
     if saved.folder is None:
         return
     if trainer.model.is_local:
@@ -154,5 +169,9 @@ def restore(saved: Saved, trainer: Trainer, place: Placement) -> None:
         except dcp.CheckpointException as error:
             raise ValueError(f"{saved.folder} holds another model than this run's: set resume: never, or another output") from error
     trainer.resume_at(saved.updates)
+    if reference is not None and saved.refreshes:
+        if reference.is_local:
+            dcp.load(dict(reference.shards()), checkpoint_id=saved.folder / REFERENCE, process_group=place.reference_group)
+        reference.refreshes = saved.refreshes
     if len(saved.random) == dist.get_world_size():
         set_random_state(saved.random[dist.get_rank()])

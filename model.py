@@ -1,6 +1,7 @@
 """A Hugging Face causal LM spread over a sub-mesh: packed batch -> log-probabilities of response tokens."""
 
 import functools
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from head import logprobs_from_hidden
 from parallel.memory import explained
 from parallel.placement import device_of, holds, share
 from parallel.plans import parallelize
+from parallel.weights import Bucket, blend
 
 Row = list[Episode]
 
@@ -98,6 +100,7 @@ class Model:
         self.mesh, self.max_tokens, self.source = mesh, max_tokens, source
         self.dtype: torch.dtype = getattr(torch, dtype)
         self.tp_partial: list[nn.Parameter] = []  # gradients to be summed over the mesh's "tp" axis
+        self.refreshes = 0  # how often its weights were taken from the policy
         self._module: ResponseLogprobs | None = None
         if not holds(mesh):
             return
@@ -122,6 +125,11 @@ class Model:
         """This rank's shards. Asking for them outside the mesh is a bug in the caller."""
         assert self._module is not None, f"this rank is not in {self.mesh} and holds no part of the model"
         return self._module
+
+    @property
+    def local_bytes(self) -> int:
+        """Of this rank's shards; 0 outside the mesh."""
+        return sum((p.to_local() if isinstance(p, DTensor) else p).nbytes for p in self.shards().values())
 
     @property
     def num_parameters(self) -> int:
@@ -162,6 +170,17 @@ class Model:
         lengths = [len(e.token_ids) for e in episodes]
         count = self.mesh.size(0)
         return max(len(plan_rows(lengths[r::count], 1, self.max_tokens)[0]) for r in range(count))
+
+    def refresh(self, buckets: Iterator[Bucket], *, mix: float) -> None:
+        """Move to the policy's weights: w <- (1 - mix) w + mix w_policy. Drains `buckets` on every rank.
+
+        Exponential averaging with a small mix needs more bits than bfloat16 has: give such a reference dtype float32.
+        """
+        shards = self.shards()
+        for bucket in buckets:
+            for name, tensor, _ in bucket if shards else []:
+                blend(shards[name], tensor, mix)
+        self.refreshes += 1
 
     @torch.no_grad()
     def export(self, folder: Path) -> None:

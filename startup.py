@@ -37,6 +37,9 @@ class GRPOConfig:
     n_samples: int = 8  # completions per prompt, compared with each other
     temperature: float = 1.0  # of sampling; every log-prob is taken at it
     max_new_tokens: int | None = None  # response tokens at most; null: what training.seq_len leaves after the prompt
+    top_p: float = 1.0  # 1; the sampler's log-probs over a cut vocabulary are not those that are trained
+    top_k: int = 0  # 0, likewise
+    min_p: float = 0.0  # 0, likewise
     stop: list[str] = field(default_factory=list)  # strings that end a response, besides the model's end-of-sequence token
     clip_low: float | None = None  # GRPOLoss: the ratio is clipped at 1 - clip_low; null: 0.2
     clip_high: float | None = None  # GRPOLoss: the ratio is clipped at 1 + clip_high; null: 0.28
@@ -57,6 +60,13 @@ class GRPOConfig:
             raise ValueError(
                 f"temperature={self.temperature}: must be above 0; greedy samples are all the same (eval.temperature may be 0)"
             )
+        for key, value, neutral in (("top_p", self.top_p, 1.0), ("top_k", self.top_k, 0), ("min_p", self.min_p, 0.0)):
+            if value != neutral:
+                raise ValueError(
+                    f"{key}={value}: must be {neutral} in training. The sampler renormalises its log-probs over the tokens it keeps and "
+                    f"the policy's are over all, so every ratio would be off by the kept mass; sharpen samples with grpo.temperature, at "
+                    f"which both are taken"
+                )
         if self.max_new_tokens is not None and self.max_new_tokens < 1:
             raise ValueError(f"max_new_tokens={self.max_new_tokens}: must be at least 1, or null")
         if not 0 < self.top_entropy <= 1:
@@ -124,7 +134,7 @@ def resolve_advantage(loss: Any, grpo: GRPOConfig) -> Any:
     except (TypeError, ValueError) as error:
         raise ValueError(f"grpo.advantage={call.fn}: {error}") from error
     if not all(math.isfinite(v) for of_group in values for v in of_group):
-        raise ValueError(f"grpo.advantage={call.fn}: gave {values} for two groups of equal rewards: it must give each sample a finite number")
+        raise ValueError(f"grpo.advantage={call.fn}: gave {values} for groups of equal rewards: it must give each sample a finite number")
     if grpo.n_samples == 1 and not any(v for of_group in values for v in of_group):
         raise ValueError(
             f"grpo.n_samples=1 with grpo.advantage={call.fn}: it compares the samples of a prompt with each other and gives a lone one 0; "
@@ -148,7 +158,13 @@ def arguments() -> list[str]:
 
 
 def plan_grpo(
-    loss: Any, grpo: GRPOConfig, services: ServicesConfig | None, parallelism: ParallelismConfig, *, colocate: bool
+    loss: Any,
+    grpo: GRPOConfig,
+    training: TrainingConfig,
+    services: ServicesConfig | None,
+    parallelism: ParallelismConfig,
+    *,
+    colocate: bool,
 ) -> Plan | None:
     """Who does what; None when --plan asked to print that and no more.
 
@@ -161,6 +177,11 @@ def plan_grpo(
             "services.ref_model is absent: add services.ref_model: {procs: 1}, or set grpo.beta: 0 and grpo.kl_in_reward: 0"
         )
     wants = needs or (services is not None and services.ref_model is not None)
+    if training.ref_update_interval and not wants:
+        raise ValueError(
+            f"training.ref_update_interval={training.ref_update_interval}, and there is no reference to move: set it to 0, or give the "
+            f"run a reference (grpo.beta or grpo.kl_in_reward above 0, or services.ref_model)"
+        )
     return make_plan(services, parallelism, colocate=colocate, wants_reference=wants)
 
 

@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node=8 train_grpo.py configs/qwen.yaml [key=value ...]      (--help lists the keys, --plan the ranks)
 
-Every rank runs this file from top to bottom. The policy, the reference and the engine live on sub-meshes of the world. Outside its
-mesh a handle does nothing and its share of any work is [], so the loop has no roles in it (docs/architecture.md).
+Every rank runs this file from top to bottom. Policy, reference and engine live on sub-meshes of the world. Outside its mesh a handle
+does nothing and its share of any work is [], so the loop has no roles in it (docs/architecture.md).
 """
 
 from collections.abc import Callable
@@ -61,7 +61,7 @@ class Config:
 def main() -> None:
     cfg = config.load(Config, startup.arguments())
     loss, advantage = startup.resolve_objective(cfg.loss, cfg.grpo)
-    plan = startup.plan_grpo(loss, cfg.grpo, cfg.services, cfg.parallelism, colocate=cfg.colocate)
+    plan = startup.plan_grpo(loss, cfg.grpo, cfg.training, cfg.services, cfg.parallelism, colocate=cfg.colocate)
     if plan is not None:  # None: --plan has printed it, which needs neither data nor rewards
         dataset, scorer = startup.required_dataset(cfg.dataset), Scorer(cfg.rewards)
         place = Placement.build(plan, cfg.device)
@@ -75,8 +75,8 @@ def handles(cfg: Config, place: Placement, source: ModelSource, loss: Any) -> tu
     policy = spread(place.trainer, trainable=True)
     reference = spread(place.reference, trainable=False) if place.reference else None
     trainer = Trainer(policy, training, loss, correction=grpo.corrected(training), top_entropy=grpo.top_entropy)
-    generator = Generator(source, cfg.generator, place, training.dtype, training.seq_len, training.row_tokens, seed=cfg.seed)
-    return policy, reference, trainer, generator
+    limits = (training.dtype, training.seq_len, training.row_tokens)
+    return policy, reference, trainer, Generator(source, cfg.generator, place, *limits, seed=cfg.seed, policy_bytes=policy.local_bytes)
 
 
 def train(cfg: Config, place: Placement, output: Path, dataset: DatasetConfig, loss: Any, advantage: Callable, scorer: Scorer) -> None:
@@ -87,7 +87,7 @@ def train(cfg: Config, place: Placement, output: Path, dataset: DatasetConfig, l
     sampling = grpo.sampling(cfg.seed, place.device)
     held_out = HeldOut(cfg.eval, read, sampling, place, clock)
     policy, reference, trainer, generator = handles(cfg, place, source, loss)
-    checkpoint.restore(saved, trainer, place)
+    checkpoint.restore(saved, trainer, place, reference)
     rollouts = Rollouts(prompts, training.prompts_per_rollout, grpo.n_samples, generator, scorer, sampling, place, clock, saved)
     total = training.steps if training.steps is not None else prompts.steps_in_all(training.prompts_per_rollout)  # None: a stream
     log = Log(cfg.metrics, output, place.is_root, total, clock, resumed_after=saved.step)
@@ -96,8 +96,9 @@ def train(cfg: Config, place: Placement, output: Path, dataset: DatasetConfig, l
     def publish() -> int:  # the engines become policy version `step`
         with clock.phase("sync"):
             generator.load(stream_weights(policy.shards(), place, generator.dtype), version=step)
+            if reference and published < step and training.moves_reference(step):
+                reference.refresh(stream_weights(policy.shards(), place, reference.dtype, to_reference=True), mix=training.ref_update_mix)
         return step
-
     publish()
     log.step(step, held_out.evaluate(generator, scorer) if step == 0 else {})
     clock.reduce(place.objects)  # what came before the first step is no part of it
@@ -127,19 +128,18 @@ def train(cfg: Config, place: Placement, output: Path, dataset: DatasetConfig, l
         step += 1
 
         # 4. Publish policy version `step`, look at it, and keep what a later run needs to go on from here.
-        if publishes or step == total:
-            published = publish()
+        published = publish() if publishes or step == total else published
         if held_out.is_due(step, training.sync_interval) or step == total:
             numbers |= held_out.evaluate(generator, scorer)
         times = clock.reduce(place.objects)
         log.step(step, numbers | stats | prompts.counts() | times | speed(episodes, times, place, policy, generator), groups)
         if checkpoint.is_due(step, cfg.checkpoint, training.sync_interval) or step == total:
-            checkpoint.save(output, step, trainer, place, cfg.checkpoint, clock, **rollouts.state())
+            checkpoint.save(output, step, trainer, place, cfg.checkpoint, clock, reference=reference, **rollouts.state())
 
     if step > saved.step and step != total:  # the data has ended before its expected end
         publish()
         log.step(step, held_out.evaluate(generator, scorer))
-        checkpoint.save(output, step, trainer, place, cfg.checkpoint, clock, **rollouts.state())
+        checkpoint.save(output, step, trainer, place, cfg.checkpoint, clock, reference=reference, **rollouts.state())
     if cfg.checkpoint.export_hf:
         policy.export(output / "hf")
     log.close()

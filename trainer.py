@@ -40,6 +40,8 @@ class TrainingConfig:
     updates_per_rollout: int = 1  # a rollout of this many times the prompts is split into that many optimizer steps
     sync_interval: int = 1  # steps between two transfers of the weights to the generator
     entropy_coef: float = 0.0  # weight of an entropy bonus in the loss
+    ref_update_interval: int = 0  # steps between moves of the reference to the policy, put off to a step that syncs; 0: never
+    ref_update_mix: float = 1.0  # how far it moves: reference <- (1 - mix) reference + mix policy
 
     def check(self) -> None:
         for key in ("batch_size", "gradient_accumulation_steps", "updates_per_rollout", "sync_interval"):
@@ -53,7 +55,9 @@ class TrainingConfig:
             raise ValueError(
                 f"max_tokens_per_batch={self.max_tokens_per_batch}: must hold a sequence of training.seq_len={self.seq_len} tokens"
             )
-        for key in ("learning_rate", "warmup_steps", "weight_decay", "max_grad_norm", "entropy_coef"):
+        if not 0 < self.ref_update_mix <= 1:
+            raise ValueError(f"ref_update_mix={self.ref_update_mix}: must be above 0 and at most 1, which is the policy itself")
+        for key in ("learning_rate", "warmup_steps", "ref_update_interval", "weight_decay", "max_grad_norm", "entropy_coef"):
             if vars(self)[key] < 0:
                 raise ValueError(f"{key}={vars(self)[key]}: must be 0 or more")
         for key in ("adam_beta1", "adam_beta2"):
@@ -63,6 +67,11 @@ class TrainingConfig:
             raise ValueError(f"adam_eps={self.adam_eps}: must be above 0")
         if self.schedule != "constant" and self.steps is None:
             raise ValueError(f"schedule={self.schedule} needs training.steps, the step at which the learning rate reaches 0")
+
+    def moves_reference(self, step: int) -> bool:
+        """After `step` steps, one of those that sync."""
+        every = self.ref_update_interval
+        return every > 0 and step // every > max(step - self.sync_interval, 0) // every
 
     @property
     def passes(self) -> int | None:

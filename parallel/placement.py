@@ -189,6 +189,8 @@ class Placement:
     trainer_group: dist.ProcessGroup  # the trainer's ranks, flat
     replica: dist.ProcessGroup | None  # this rank's engine replica; None outside the generator
     weights: dist.ProcessGroup | None  # the trainer's first rank and the generator's ranks that do not train
+    reference_group: dist.ProcessGroup | None  # the reference's ranks, flat
+    reference_weights: dist.ProcessGroup | None  # the trainer's first rank and the reference's ranks that do not train
 
     @classmethod
     def build(cls, plan: Plan, device: str, *, timeout: timedelta = timedelta(minutes=60)) -> "Placement":
@@ -218,7 +220,11 @@ class Placement:
         root = plan.trainer.ranks[0]
         receivers = [r for r in plan.generator.ranks if r not in plan.trainer.ranks]
         weights = dist.new_group([root, *receivers]) if receivers else None
-        return cls(plan, here, trainer, generator, reference, objects, trainer_group, replica, weights)
+        reference_group = dist.new_group(plan.reference.ranks) if plan.reference else None
+        readers = [r for r in plan.reference.ranks if r not in plan.trainer.ranks] if plan.reference else []
+        of_reference = dist.new_group([root, *readers]) if readers else None
+        groups = (objects, trainer_group, replica, weights, reference_group, of_reference)
+        return cls(plan, here, trainer, generator, reference, *groups)
 
     @property
     def root(self) -> int:

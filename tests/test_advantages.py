@@ -71,7 +71,7 @@ def test_the_batchs_zscore_is_that_of_all_samples_whatever_the_sizes_of_their_gr
 def sampled(rewards: list[list[float | None]], lengths: list[list[int]]) -> tuple[list[Group], list[Episode]]:
     """Groups with these rewards and completions of these lengths, and their episodes."""
     groups = [
-        Group(Prompt(i, [3]), [Completion("", [4] * n, [-1.0] * n) for n in ns], rs, {"a": rs, "b": [0.0 if r is None else 2 * r for r in rs]})
+        Group(Prompt(i, [3]), [Completion("", [4] * n, [-1.0] * n) for n in ns], rs, {"a": rs, "b": [r and 2 * r for r in rs]})
         for i, (rs, ns) in enumerate(zip(rewards, lengths, strict=True))
     ]
     return groups, to_episodes(groups, mask_truncated=False, old_from_sampler=True)

@@ -39,6 +39,12 @@ def test_an_advantage_gives_a_finite_number_for_every_reward(tmp_path):
             resolve_advantage(GRPOLoss(), GRPOConfig(n_samples=3, advantage=Call(f"{tmp_path}/mine.py:{name}")))
 
 
+@pytest.mark.parametrize(("key", "value"), [("top_p", 0.9), ("top_k", 20), ("min_p", 0.05)])
+def test_a_vocabulary_cut_by_the_sampler_is_refused_with_the_reason(key, value):
+    with pytest.raises(ValueError, match=f"{key}={value}: must be .* in training.*off by the kept mass.*grpo.temperature"):
+        GRPOConfig(**{key: value}).check()
+
+
 def test_one_sample_a_prompt_cannot_be_compared_with_others():
     with pytest.raises(ValueError, match="set grpo.n_samples to at least 2"):
         resolve_advantage(GRPOLoss(), GRPOConfig(n_samples=1))

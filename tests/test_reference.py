@@ -1,0 +1,104 @@
+"""A reference that follows the policy: how far it moves, that it is the same on any ranks, and that a resumed run has it."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from tests.world import run_script
+
+
+@pytest.fixture(scope="module")
+def run(checkpoint_of, additions, tmp_path_factory):
+    """`run(ranks, **keys)`: the folder of four steps with a reference, from which a checkpoint is kept every other step."""
+    model, data = checkpoint_of("qwen3"), additions
+
+    def start(ranks: int, output: Path | None = None, **keys: Any) -> Path:
+        folder = tmp_path_factory.mktemp("run") if output is None else output.parent
+        output = folder / "run" if output is None else output
+        training = {"steps": 4, "batch_size": 4, "seq_len": 32, "dtype": "float32", "learning_rate": 1e-3, "ref_update_interval": 2}
+        cfg: dict[str, Any] = {
+            "model": str(model), "dataset": {"path": str(data)}, "training": training | keys.pop("training", {}),
+            "grpo": {"n_samples": 4, "max_new_tokens": 8, "beta": 0.1}, "rewards": {"digits": {"fn": "tests.tiny.share_of_digits"}},
+            "checkpoint": {"every": 2, "keep": 0, "export_hf": True}, "metrics": {"tensorboard": False}, "output": str(output),
+        }  # fmt: skip
+        (folder / "asked.yaml").write_text(json.dumps(cfg | keys))
+        run_script(ranks, "train_grpo.py", str(folder / "asked.yaml"))
+        return output
+
+    return start
+
+
+def steps(output: Path) -> list[dict[str, float]]:
+    return [line for line in map(json.loads, (output / "metrics.jsonl").read_text().splitlines()) if "grad/norm" in line]
+
+
+def tensors(folder: Path) -> dict[str, Tensor]:
+    entries = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+    found = {n: torch.empty(e.size, dtype=e.properties.dtype) for n, e in entries.items() if isinstance(e, TensorStorageMetadata)}
+    dcp.load(found, checkpoint_id=folder, no_dist=True)
+    return found
+
+
+def policy(checkpoint: Path) -> dict[str, Tensor]:
+    return {n.removeprefix("weight/"): t for n, t in tensors(checkpoint).items() if n.startswith("weight/")}
+
+
+@pytest.fixture(scope="module")
+def moved(run):
+    return run(1)
+
+
+def test_a_reference_that_has_moved_all_the_way_is_the_policy(moved):
+    lines = steps(moved)
+    kl = [line["kl/ref_k3"] for line in lines]
+    assert kl[0] <= 1e-10 and kl[2] <= 1e-10  # before the first step, and after the move that follows the second
+    assert kl[1] > 1e-8 and kl[3] > 1e-8
+    reference = tensors(moved / "checkpoints/step_2/reference")
+    assert reference.keys() == policy(moved / "checkpoints/step_2").keys()
+    assert all(torch.equal(reference[n], t) for n, t in policy(moved / "checkpoints/step_2").items())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "keys"), [
+    (2, {"parallelism": {"tensor_parallel_degree": 2}}),
+    (2, {}),
+    (4, {"services": {"trainer": {"procs": 2}, "ref_model": {"procs": 1}, "generator": {"procs": 1}}}),
+    (3, {"services": {"trainer": {"procs": 2}, "ref_model": {"procs": 1, "with_gpus": False}, "generator": {"procs": 1}}}),
+], ids=["TP 2", "FSDP 2", "trainer 2, reference 1, generator 1", "reference on the CPU"])  # fmt: skip
+def test_the_reference_moves_alike_wherever_it_lives(ranks, keys, run, moved):
+    for here, there in zip(steps(run(ranks, **keys)), steps(moved), strict=True):
+        assert here["kl/ref_k3"] == pytest.approx(there["kl/ref_k3"], rel=1e-3, abs=1e-8)
+        assert here["grad/norm"] == pytest.approx(there["grad/norm"], rel=1e-4)
+
+
+@pytest.mark.slow
+def test_a_reference_that_moves_in_part_is_the_mean_it_says(run, checkpoint_of):
+    output = run(1, training={"ref_update_mix": 0.25})
+    first, then = load_file(checkpoint_of("qwen3") / "model.safetensors"), policy(output / "checkpoints/step_2")
+    reference = tensors(output / "checkpoints/step_2/reference")
+    for name, tensor in reference.items():
+        torch.testing.assert_close(tensor, 0.75 * first[name].float() + 0.25 * then[name], rtol=1e-6, atol=1e-7)
+
+
+def test_a_resumed_run_has_the_reference_where_it_had_moved_to(run, moved, tmp_path):
+    output = tmp_path / "run"
+    shutil.copytree(moved / "checkpoints/step_2", output / "checkpoints/step_2")
+    shutil.copy(moved / "config.yaml", output)
+    run(1, output)
+    for here, there in zip(steps(output), steps(moved)[2:], strict=True):
+        assert {n: v for n, v in here.items() if n.startswith(("kl/", "loss/", "grad/"))} == {
+            n: v for n, v in there.items() if n.startswith(("kl/", "loss/", "grad/"))
+        }
+
+
+def test_a_reference_that_should_move_must_exist(run):
+    with pytest.raises(AssertionError, match="training.ref_update_interval=2, and there is no reference to move"):
+        run(1, grpo={"n_samples": 4, "max_new_tokens": 8})
