@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import attention
 from batch import IDLE, Batch, Episode, plan_rows, to_batch
-from head import logprobs_from_hidden
+from head import Share, VocabShard, logprobs_from_hidden, loss_from_hidden
 from parallel.memory import explained
 from parallel.placement import device_of, holds, share
 from parallel.plans import parallelize
@@ -58,13 +58,22 @@ class ModelSource:
 class ResponseLogprobs(nn.Module):
     """The language model and its head as one forward, so that FSDP gathers the head's weight for it."""
 
-    def __init__(self, lm: nn.Module, temperature: float):
+    def __init__(self, lm: nn.Module, temperature: float, tp: DeviceMesh | None = None):
+        """tp: ranks that hold the head whole and compute a part of the vocabulary each."""
         super().__init__()
         self.lm = lm
         self.temperature = temperature
+        self.words, self.shard = slice(None), None
+        if tp is not None and tp.size() > 1:
+            vocabulary = len(lm.get_output_embeddings().weight)
+            first, last = (vocabulary * r // tp.size() for r in (tp.get_local_rank(), tp.get_local_rank() + 1))
+            self.words, self.shard = slice(first, last), VocabShard(tp.get_group(), first, vocabulary)
 
-    def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """log-probs and entropy of the response tokens, fp32 [M] each, at the sampling temperature."""
+    def forward(self, batch: Batch, share: Share | None = None) -> tuple[Tensor, ...]:
+        """log-probs and entropy of the response tokens, fp32 [M] each, at the sampling temperature.
+
+        With `share` (see head.loss_from_hidden) the loss comes first, and the other two have no gradient.
+        """
         hidden = self.lm.model(
             input_ids=batch.token_ids[None],
             position_ids=batch.positions[None],
@@ -73,11 +82,13 @@ class ResponseLogprobs(nn.Module):
         ).last_hidden_state[0]
         head = self.lm.get_output_embeddings()
         softcap = self.lm.config.get_text_config().to_dict().get("final_logit_softcapping")
-        logprobs, entropy = logprobs_from_hidden(
-            hidden[batch.rows], head.weight, batch.targets, temperature=self.temperature, bias=head.bias, softcap=softcap, entropy=True
-        )
-        assert entropy is not None
-        return logprobs, entropy
+        bias = None if head.bias is None else head.bias[self.words]
+        weight = head.weight if self.shard is None else head.weight[self.words]
+        inputs = (hidden[batch.rows], weight, batch.targets)
+        options: dict[str, Any] = {"temperature": self.temperature, "bias": bias, "softcap": softcap, "entropy": True, "shard": self.shard}
+        scored = logprobs_from_hidden(*inputs, **options) if share is None else loss_from_hidden(*inputs, share, **options)
+        assert scored[-1] is not None
+        return scored  # type: ignore[return-value]
 
 
 class Model:
@@ -111,7 +122,7 @@ class Model:
             raise ValueError(f"model={source.name} scales its logits ({scales}), which the head does not support")
         if not trainable:
             lm.requires_grad_(False)
-        self._module = ResponseLogprobs(lm, temperature)
+        self._module = ResponseLogprobs(lm, temperature, mesh["tp"])
         weights = torch.float32 if trainable else self.dtype
         with explained("loading the model", "the model's size, or give its role more ranks (services, parallelism)"):
             self.tp_partial = parallelize(self._module, lm, mesh, self.device, weights=weights, compute=self.dtype)

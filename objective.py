@@ -13,12 +13,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from batch import IDLE, Episode, pad, to_batch
+from head import Share
 from losses.contract import forward_arguments, is_whole_batch, token_weights, whole_batch_loss
+from losses.correction import Masked, Truncated, Uncorrected
 from losses.kl import k3
 from model import Model, Row
 
 Correction = Callable[[Tensor, Tensor], Tensor]  # pi / pi_sampler [B, T] and mask [B, T] -> weight [B, T] (losses/correction.py)
 KNOWN = {"clip_low": "clip/low", "clip_high": "clip/high", "dual_clip": "clip/dual"}  # a loss's metrics, by their names in the log
+TOKENWISE = (Truncated, Masked)  # corrections of a token by its own ratio alone
 DERIVED = ("ratio", "kl")  # a loss's metrics that are measured here for every loss
 
 
@@ -31,8 +34,11 @@ class Objective:
         top_entropy: share of a step's tokens, those with the highest entropy, whose policy loss is kept (2506.01939); the others stay
         in the denominators.
         """
-        self.loss, self.correction, self.entropy_coef, self.top_entropy = loss, correction, entropy_coef, top_entropy
+        self.loss, self.entropy_coef, self.top_entropy = loss, entropy_coef, top_entropy
+        self.correction = None if isinstance(correction, Uncorrected) else correction
         names = forward_arguments(loss)
+        tokenwise = self.correction is None or isinstance(self.correction, TOKENWISE)
+        self.elementwise = not is_whole_batch(loss) and loss.elementwise and tokenwise  # no token's part depends on another token
         self._has_ratio, self._weighs_itself = "old_logprobs" in names, "gen_logprobs" in names
 
     def of_step(self, episodes: list[Episode], rows: list[Row], model: Model) -> "Step":
@@ -120,39 +126,71 @@ class Step:
 
     def row(self, row: Row, logprobs: Tensor, entropy: Tensor) -> tuple[Tensor, dict[str, Tensor], Tensor]:
         """This row's part of the step's loss (float64), per-token metrics [B, T] and the mask [B, T], from log-probs and entropy [B, T]."""
-        objective = self.objective
-        mask = pad([e.loss_mask for e in row], self.device)
+        columns = self._columns(row, pad)
+        total, output, corrected = self._loss(columns, row[0], logprobs, entropy)
+        frozen, old, mask = logprobs.detach(), columns.get("old_logprobs", logprobs.detach()), columns["mask"]
+        metrics = {"entropy/mean": entropy, "entropy/nll": -frozen, "kl/old": old - frozen, "ratio/mean": (frozen - old).exp()}
+        metrics |= {KNOWN.get(k, f"loss/{k}"): v for k, v in output.items() if k not in DERIVED}
+        if "ref_logprobs" in columns and row[0] is not IDLE:
+            metrics["kl/ref_k3"] = k3(frozen, columns["ref_logprobs"])
+        if corrected is not None:
+            metrics |= corrected.metrics(self.objective.correction is not None)
+            self.sequences += _sequences(corrected, mask)
+        return total, metrics, mask
+
+    def by_chunks(self, row: Row) -> Share | None:
+        """This row's part of the step's loss as the head's fast path asks for it, chunk by chunk; None where tokens need each other."""
+        if not self.objective.elementwise:
+            return None
+        columns = self._columns(row, _concatenate)
+
+        def share(logprobs: Tensor, entropy: Tensor | None, rows: slice) -> Tensor:
+            assert entropy is not None
+            here = {name: column[:, rows] for name, column in columns.items()}
+            return self._loss(here, row[0], logprobs[None], entropy[None])[0]
+
+        return share
+
+    def _columns(self, row: Row, join: Callable[[list[np.ndarray], torch.device], Tensor]) -> dict[str, Tensor]:
+        """What the row's episodes say of each token, joined to one tensor a column; without those that they do not carry."""
         real = row[0] is not IDLE
-        given: dict[str, Tensor | None] = inputs(row, self.device) if real else dict.fromkeys(("advantages", *LOGPROBS))
-        frozen = logprobs.detach()
-        old = frozen if given["old_logprobs"] is None else given["old_logprobs"]
-        share = mask * torch.tensor([self.shares.get(id(e), 0.0) for e in row], device=self.device)[:, None]
+        columns = {
+            "mask": [e.loss_mask for e in row],
+            "share": [e.loss_mask * np.float32(self.shares.get(id(e), 0.0)) for e in row],
+            "advantages": [e.advantages for e in row],
+        }
+        columns |= {name: [vars(e)[name] for e in row] for name in LOGPROBS if real and vars(row[0])[name] is not None}
         if not real:
             # Every replica must report the same names: an idle row evaluates the loss on tokens that do not count.
-            given |= {"advantages": torch.zeros_like(frozen), "ref_logprobs": frozen, "gen_logprobs": frozen if self.sampled else None}
-        sampler_is_old = row[0].old_logprobs is not None and row[0].old_logprobs is row[0].gen_logprobs
-        corrected = objective.correct(frozen, given, mask, sampler_is_old)
+            columns |= {name: [e.loss_mask for e in row] for name in ("ref_logprobs", *(("gen_logprobs",) if self.sampled else ()))}
         if self.value is not None:
+            columns["gradient"] = [self.gradients.get(id(e), ZERO) for e in row]
+        if self.kept is not None:
+            columns["kept"] = [self.kept.get(id(e), ZERO) for e in row]
+        return {name: join(values, self.device) for name, values in columns.items()}
+
+    def _loss(
+        self, columns: dict[str, Tensor], first: Episode, logprobs: Tensor, entropy: Tensor
+    ) -> tuple[Tensor, dict[str, Tensor], Corrected | None]:
+        """The part of the step's loss that these tokens have, the loss's own metrics, and the correction."""
+        objective, mask = self.objective, columns["mask"]
+        given = {name: columns.get(name) for name in ("advantages", *LOGPROBS)}
+        sampler_is_old = first.old_logprobs is not None and first.old_logprobs is first.gen_logprobs
+        corrected = objective.correct(logprobs.detach(), given, mask, sampler_is_old)
+        if "gradient" in columns:
             output: dict[str, Tensor] = {}
-            token_loss, weight = logprobs * pad([self.gradients.get(id(e), ZERO) for e in row], self.device), mask
+            token_loss, weight = logprobs * columns["gradient"], mask
         else:
             out = objective.loss.evaluate(logprobs=logprobs, entropy=entropy, padding_mask=mask, **given)
-            output, token_loss, weight = out.metrics, out.loss, share
-        if self.kept is not None:
-            weight = weight * pad([self.kept.get(id(e), ZERO) for e in row], self.device)
+            output, token_loss, weight = out.metrics, out.loss, columns["share"]
+        if "kept" in columns:
+            weight = weight * columns["kept"]
         if corrected is not None:
             weight = weight * corrected.factor
         total = (token_loss * weight).sum(dtype=torch.float64)
         if objective.entropy_coef:
-            total = total - objective.entropy_coef * (entropy * share).sum(dtype=torch.float64)
-        metrics = {"entropy/mean": entropy, "entropy/nll": -frozen, "kl/old": old - frozen, "ratio/mean": (frozen - old).exp()}
-        metrics |= {KNOWN.get(k, f"loss/{k}"): v for k, v in output.items() if k not in DERIVED}
-        if given["ref_logprobs"] is not None and real:
-            metrics["kl/ref_k3"] = k3(frozen, given["ref_logprobs"])
-        if corrected is not None:
-            metrics |= corrected.metrics(objective.correction is not None)
-            self.sequences += _sequences(corrected, mask)
-        return total, metrics, mask
+            total = total - objective.entropy_coef * (entropy * columns["share"]).sum(dtype=torch.float64)
+        return total, output, corrected
 
     def sequence_metrics(self, group: dist.ProcessGroup) -> dict[str, float]:
         """What single sequences say of the gap to the sampler, over all ranks; {} without a sampler. Collective over `group`.
@@ -191,6 +229,11 @@ def inputs(episodes: list[Episode], device: torch.device) -> dict[str, Tensor | 
         return None if values[0] is None else pad(values, device)
 
     return {name: column(name) for name in ("advantages", *LOGPROBS)}
+
+
+def _concatenate(columns: list[np.ndarray], device: torch.device) -> Tensor:
+    """[1, M] float32, the columns one after the other."""
+    return torch.as_tensor(np.concatenate(columns)[None].astype(np.float32)).to(device)
 
 
 def _sequences(corrected: Corrected, mask: Tensor) -> list[tuple[float, int, float, float, bool]]:

@@ -1,5 +1,6 @@
 """From a config to a checked plan: everything that can be known to be wrong before a process group, a model or an engine exists."""
 
+import inspect
 import logging
 import math
 import os
@@ -23,6 +24,7 @@ from config import Call
 from data import DatasetConfig
 from losses import GRPOLoss, PolicyLoss
 from losses.advantages import credit
+from losses.card import Settings, card, lint
 from losses.contract import forward_arguments, requires_reference
 from losses.correction import Truncated
 from parallel.placement import ParallelismConfig, Placement, Plan, ServicesConfig
@@ -122,10 +124,35 @@ def resolve_loss(loss: Call | None, grpo: GRPOConfig) -> Any:
     return built
 
 
+def advantage_call(loss: Any, grpo: GRPOConfig) -> Call:
+    """grpo.advantage, or the function that the loss is defined with."""
+    return grpo.advantage or Call(f"losses.advantages.{loss.advantage if isinstance(loss, PolicyLoss) else 'group_zscore'}")
+
+
+def objective_settings(loss: Any, given: Call | None, grpo: GRPOConfig, training: TrainingConfig) -> Settings:
+    """What the card of the run's objective says besides the loss."""
+    advantage = advantage_call(loss, grpo)
+    old: Literal["own", "trainer", "sampler"] = "trainer" if grpo.rescores(training) else "own"
+    old = "sampler" if grpo.off_policy(training) else old
+    of_grpo = ("n_samples", "temperature", "kl_in_reward", "top_entropy", "mask_truncated", "max_new_tokens", "max_policy_age")
+    of_training = ("entropy_coef", "seq_len", "updates_per_rollout", "sync_interval", "dtype", "learning_rate")
+    read: dict[str, Any] = {key: vars(grpo)[key] for key in of_grpo} | {key: vars(training)[key] for key in of_training}
+    return Settings(
+        home="grpo" if given is None else "loss", advantage=advantage.fn, advantage_options=advantage.kwargs,
+        correction=grpo.corrected(training), old_logprobs=old, stop=bool(grpo.stop), **read,
+    )  # fmt: skip
+
+
 def resolve_advantage(loss: Any, grpo: GRPOConfig) -> Any:
     """The advantage function, tried on a step of two groups of the run's size."""
-    call = grpo.advantage or Call(f"losses.advantages.{loss.advantage if isinstance(loss, PolicyLoss) else 'group_zscore'}")
+    call = advantage_call(loss, grpo)
     advantage = call.resolve()
+    asked = inspect.signature(advantage).parameters
+    if grpo.kl_in_reward and "parts" in asked and "token_kl" not in asked:
+        raise ValueError(
+            f"grpo.kl_in_reward={grpo.kl_in_reward} with grpo.advantage={call.fn}, which reads the rewards' parts, where there is no KL: "
+            f"set grpo.kl_in_reward: 0 (and the loss's beta for a KL in the loss), or another advantage"
+        )
     answers = [[Completion("", [0], [0.0], {}, "eos")] * grpo.n_samples] * 2
     groups = [Group(Prompt(i, [0]), a, [float(i)] * grpo.n_samples, {"r": [float(i)] * grpo.n_samples}) for i, a in enumerate(answers)]
     episodes = to_episodes(groups, mask_truncated=False, old_from_sampler=False)
@@ -225,8 +252,11 @@ def reached(goal: float | None, recent: deque[float]) -> bool:
     return goal is not None and len(recent) == recent.maxlen and statistics.fmean(recent) <= goal
 
 
-def open_run(cfg: Any, place: Placement) -> Path:
-    """The run's folder, with the resolved configuration in it; prints what runs where. Logs of other ranks are warnings only."""
+def open_run(cfg: Any, place: Placement, loss: Any = None) -> Path:
+    """The run's folder, with the resolved configuration in it; prints what runs where. Logs of other ranks are warnings only.
+
+    loss: of a GRPO run, whose objective is printed with its numbers and kept as objective.txt.
+    """
     logging.basicConfig(level=logging.INFO if place.is_root else logging.ERROR, format="%(message)s", force=True)
     for noisy in ("httpx", "vllm", "torch", "transformers", "datasets"):
         logging.getLogger(noisy).setLevel(logging.ERROR)
@@ -241,4 +271,9 @@ def open_run(cfg: Any, place: Placement) -> Path:
         output.mkdir(parents=True, exist_ok=True)
         (output / "config.yaml").write_text(config.dump(cfg))
         print(f"{place.plan.table()}\nrun folder {output}", flush=True)
+        if loss is not None:
+            settings = objective_settings(loss, cfg.loss, cfg.grpo, cfg.training)
+            told = "\n".join([card(loss, settings), *(f"warning: {line}" for line in lint(loss, settings))])
+            (output / "objective.txt").write_text(told + "\n")
+            print(told, flush=True)
     return output

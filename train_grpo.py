@@ -65,7 +65,7 @@ def main() -> None:
     if plan is not None:  # None: --plan has printed it, which needs neither data nor rewards
         dataset, scorer = startup.required_dataset(cfg.dataset), Scorer(cfg.rewards)
         place = Placement.build(plan, cfg.device)
-        train(cfg, place, startup.open_run(cfg, place), dataset, loss, advantage, scorer)
+        train(cfg, place, startup.open_run(cfg, place, loss), dataset, loss, advantage, scorer)
 
 
 def handles(cfg: Config, place: Placement, source: ModelSource, loss: Any) -> tuple[Model, Model | None, Trainer, Generator]:

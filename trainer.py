@@ -147,8 +147,14 @@ class Trainer:
         total = torch.zeros((), dtype=torch.float64, device=device)
         for row in rows:
             batch = to_batch(row, device)
-            logprobs, entropy = (_grid(values, batch) for values in self.model.local(batch))
-            share, metrics, mask = loss.row(row, logprobs, entropy)
+            by_chunks = loss.by_chunks(row)
+            if by_chunks is None:
+                scores = self.model.local(batch)
+                share, metrics, mask = loss.row(row, *(_grid(values, batch) for values in scores))
+            else:
+                share, *scores = self.model.local(batch, by_chunks)
+                with torch.no_grad():
+                    _, metrics, mask = loss.row(row, *(_grid(values, batch) for values in scores))
             (share * replicas).backward()  # undo FSDP's average over replicas: the weights are shares of the whole step
             total += share.detach()
             stats = stats or TokenStats(means=tuple(dict.fromkeys((*TOKEN_MEANS, *metrics))), device=device)

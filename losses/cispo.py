@@ -38,3 +38,6 @@ class CISPOLoss(PolicyLoss):
         ratio = torch.exp(logprobs.detach() - old_logprobs)
         loss = -ratio.clamp(max=self.ratio_cap) * advantages * logprobs
         return LossOutput(loss, {"ratio": ratio, "clip_high": (ratio > self.ratio_cap).to(ratio.dtype)})
+
+    def formula(self) -> str:
+        return f"u = -sg(min(r, {self.ratio_cap:g})) A logprobs, r = exp(logprobs - old_logprobs)"

@@ -28,7 +28,7 @@ ARGUMENTS = {
     "padding_mask": "1 where a token counts",
     "gen_logprobs": "the sampler's own",
     "old_logprobs": "the policy's before the rollout's first update",
-    "entropy": "of the policy at each position, exact and differentiable",
+    "entropy": "of the policy at each position, exact; differentiable, but not in a loss that returns one scalar",
 }
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 
 class Uncorrected:
-    """The weight 1: data is taken as if the policy itself had sampled it."""
+    """Nothing is weighed: data is taken as if the policy itself had sampled it, and a loss's own ratio stays as it is."""
 
     def __call__(self, ratio: Tensor, mask: Tensor) -> Tensor:
         """ratio, mask -> weight, all [B, T]; ratio is pi / pi_sampler, detached, 1 where the mask is 0."""

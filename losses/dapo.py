@@ -56,3 +56,7 @@ class DAPOLoss(PolicyLoss):
         bounded = (advantages < 0) & (ratio > self.dual_clip)
         loss = torch.where(bounded, -self.dual_clip * advantages, output.loss)
         return LossOutput(loss, {**output.metrics, "dual_clip": bounded.to(ratio.dtype)})
+
+    def formula(self) -> str:
+        bound = "" if self.dual_clip is None else f", at most {self.dual_clip:g} |A| where A < 0"
+        return f"u = -min(r A, clip(r, {1 - self.clip_low:g}, {1 + self.clip_high:g}) A){bound}, r = exp(logprobs - old_logprobs)"

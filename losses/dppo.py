@@ -45,3 +45,8 @@ class DPPOLoss(PolicyLoss):
         masked = ((advantages > 0) & (rise > self.threshold)) | ((advantages < 0) & (rise < -self.threshold))
         loss = -(ratio * advantages).masked_fill(masked, 0) + self.penalty * log_ratio.square()
         return LossOutput(loss, {"ratio": ratio.detach(), "masked": masked.to(ratio.dtype)})
+
+    def formula(self) -> str:
+        penalty = f" + {self.penalty:g} log(w)^2" if self.penalty else ""
+        masked = f"m = 0 where (p - q) sign(A) > {self.threshold:g}, else 1"
+        return f"u = -m w A{penalty}, w = p / q = exp(logprobs - gen_logprobs), {masked}"

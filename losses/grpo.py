@@ -62,6 +62,10 @@ class GRPOLoss(PolicyLoss):
         output = clipped(torch.exp(logprobs - old_logprobs), advantages, self.clip_low, self.clip_high)
         return with_kl(output, self.beta, self.kl, logprobs, ref_logprobs, old_logprobs)
 
+    def formula(self) -> str:
+        penalty = f" + {self.beta:g} {'r k3' if self.kl == 'k3_ratio' else self.kl}" if self.beta else ""
+        return f"u = -min(r A, clip(r, {1 - self.clip_low:g}, {1 + self.clip_high:g}) A){penalty}, r = exp(logprobs - old_logprobs)"
+
 
 class SimpleGRPOLoss(PolicyLoss):
     """GRPO for one update per rollout, as in torchforge: the ratio is exp(logprobs - sg(logprobs)), which is 1.
@@ -89,6 +93,9 @@ class SimpleGRPOLoss(PolicyLoss):
         frozen = logprobs.detach()
         loss = -torch.exp(logprobs - frozen) * advantages
         return with_kl(LossOutput(loss), self.beta, "k3", logprobs, ref_logprobs, frozen)
+
+    def formula(self) -> str:
+        return "u = -exp(logprobs - sg(logprobs)) A" + (f" + {self.beta:g} k3" if self.beta else "")
 
 
 class DrGRPOLoss(PolicyLoss):
@@ -118,6 +125,9 @@ class DrGRPOLoss(PolicyLoss):
 
     def per_token(self, logprobs: Tensor, advantages: Tensor, *, old_logprobs: Tensor) -> LossOutput:
         return clipped(torch.exp(logprobs - old_logprobs), advantages, self.clip_low, self.clip_high)
+
+    def formula(self) -> str:
+        return f"u = -min(r A, clip(r, {1 - self.clip_low:g}, {1 + self.clip_high:g}) A), r = exp(logprobs - old_logprobs)"
 
 
 def clipped(ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> LossOutput:

@@ -33,6 +33,10 @@ class GSPOLoss(PolicyLoss):
         ratio = torch.exp(mean_log_ratio(logprobs, old_logprobs, padding_mask)).expand_as(logprobs)
         return clipped(ratio, advantages, self.clip_low, self.clip_high)
 
+    def formula(self) -> str:
+        clip = f"clip(s, {1 - self.clip_low:g}, {1 + self.clip_high:g})"
+        return f"u = -min(s A, {clip} A), s = exp(mean over the sequence of logprobs - old_logprobs)"
+
 
 class GSPOTokenLoss(PolicyLoss):
     """GSPO with a gradient, and if need be an advantage, of each token's own (GSPO-token, 2507.18071).
@@ -57,6 +61,10 @@ class GSPOTokenLoss(PolicyLoss):
         frozen = logprobs.detach()
         ratio = torch.exp(mean_log_ratio(frozen, old_logprobs, padding_mask)) * torch.exp(logprobs - frozen)
         return clipped(ratio, advantages, self.clip_low, self.clip_high)
+
+    def formula(self) -> str:
+        clip = f"clip(s, {1 - self.clip_low:g}, {1 + self.clip_high:g})"
+        return f"u = -min(s A, {clip} A), s = sg(exp(mean over the sequence of logprobs - old_logprobs)) exp(logprobs - sg(logprobs))"
 
 
 def mean_log_ratio(logprobs: Tensor, old_logprobs: Tensor, padding_mask: Tensor) -> Tensor:

@@ -64,3 +64,9 @@ class ReinforceLoss(PolicyLoss):
             metrics["clip_low"] = (ratio < self.ratio_min).to(ratio.dtype)
             metrics["clip_high"] = (ratio > high).to(ratio.dtype)
         return LossOutput(-weight * advantages * logprobs, metrics)
+
+    def formula(self) -> str:
+        weight = "w"
+        if self.ratio_min > 0 or self.ratio_max is not None:
+            weight = f"clip(w, {self.ratio_min:g}, {'inf' if self.ratio_max is None else format(self.ratio_max, 'g')})"
+        return f"u = -sg({weight}) A logprobs, w = exp(logprobs - gen_logprobs)"

@@ -32,6 +32,9 @@ class ReinforcePlusPlusLoss(PolicyLoss):
     def per_token(self, logprobs: Tensor, advantages: Tensor, *, old_logprobs: Tensor) -> LossOutput:
         return clipped(torch.exp(logprobs - old_logprobs), advantages, self.clip_low, self.clip_high)
 
+    def formula(self) -> str:
+        return f"u = -min(r A, clip(r, {1 - self.clip_low:g}, {1 + self.clip_high:g}) A), r = exp(logprobs - old_logprobs)"
+
 
 class ReinforcePlusPlusBaselineLoss(PolicyLoss):
     """The form of REINFORCE++ with the group's mean as baseline and the KL in the loss (2501.03262).
@@ -62,3 +65,7 @@ class ReinforcePlusPlusBaselineLoss(PolicyLoss):
     ) -> LossOutput:
         output = clipped(torch.exp(logprobs - old_logprobs), advantages, self.clip_low, self.clip_high)
         return with_kl(output, self.beta, "k2", logprobs, ref_logprobs, old_logprobs)
+
+    def formula(self) -> str:
+        penalty = f" + {self.beta:g} k2" if self.beta else ""
+        return f"u = -min(r A, clip(r, {1 - self.clip_low:g}, {1 + self.clip_high:g}) A){penalty}, r = exp(logprobs - old_logprobs)"

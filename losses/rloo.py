@@ -21,3 +21,6 @@ class RLOOLoss(PolicyLoss):
 
     def per_token(self, logprobs: Tensor, advantages: Tensor) -> Tensor:
         return -advantages * logprobs
+
+    def formula(self) -> str:
+        return "u = -A logprobs"

@@ -37,3 +37,7 @@ class SAPOLoss(PolicyLoss):
         tau = torch.full_like(ratio, self.tau_neg).masked_fill(advantages > 0, self.tau_pos)
         gate = 4 / tau * torch.sigmoid(tau * (ratio - 1))
         return LossOutput(-gate * advantages, {"ratio": ratio.detach()})
+
+    def formula(self) -> str:
+        tau = f"tau = {self.tau_pos:g} where A > 0, else {self.tau_neg:g}"
+        return f"u = -(4 / tau) sigmoid(tau (r - 1)) A, {tau}, r = exp(logprobs - old_logprobs)"

@@ -14,3 +14,6 @@ class NLLLoss(PolicyLoss):
 
     def per_token(self, logprobs: Tensor) -> Tensor:
         return -logprobs
+
+    def formula(self) -> str:
+        return "u = -logprobs"

@@ -58,7 +58,19 @@ def parallelize(
     for parameter in root.parameters():
         parameter.data = parameter.data.to(weights)
     fully_shard(root, mesh=mesh["dp"], mp_policy=precision, reshard_after_forward=False)
+    if tp > 1:
+        # Each rank's head computes its part of the vocabulary, so the gradient of the whole weight adds up over "tp". A tied weight is
+        # also the embedding's, whose gradient every rank has whole: each gives its part of that too.
+        head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+        partial += head.parameters()
+        if head.weight is embedding.weight:
+            embedding.register_forward_hook(lambda _module, _inputs, output: _divide_gradient(output, tp))
     return partial
+
+
+def _divide_gradient(output: torch.Tensor, count: int) -> None:
+    if output.requires_grad:
+        output.register_hook(lambda gradient: gradient / count)
 
 
 def _check_tp(model: nn.Module, plan: Plan, tp: int) -> None:

@@ -1,12 +1,24 @@
 """What a step's loss is made of besides the loss file: corrections for the sampler, kept tokens, and averaging over prompts."""
 
+import copy
 import math
 
 import numpy as np
 import pytest
 import torch
 
-from losses import DAPOLoss, GRPOLoss, PolicyLoss, ReinforceLoss
+from losses import (
+    CISPOLoss,
+    DAPOLoss,
+    DPPOLoss,
+    DrGRPOLoss,
+    GRPOLoss,
+    PolicyLoss,
+    ReinforceLoss,
+    ReinforcePlusPlusBaselineLoss,
+    RLOOLoss,
+    SAPOLoss,
+)
 from losses.correction import Masked, SequenceMasked, Truncated, Uncorrected
 from tests.steps import (
     assert_same_gradient,
@@ -94,7 +106,7 @@ def test_a_loss_with_a_ratio_to_the_trainers_old_policy_is_corrected_from_there(
     assert_same_gradient(gradient(trainer), plain_gradient(plain, weighted(plain, episodes, weight, of_old=True)))
 
 
-@pytest.mark.parametrize("name", ["truncated", "masked", "geometric", "arithmetic", "product"])
+@pytest.mark.parametrize("name", [name for name in CORRECTIONS if name != "none"])
 def test_where_the_sampler_is_the_old_policy_the_weight_replaces_the_ratio_that_the_loss_has(name, trainer_of, plain):
     correction, weight = CORRECTIONS[name]
     episodes = some_episodes(12)
@@ -103,6 +115,36 @@ def test_where_the_sampler_is_the_old_policy_the_weight_replaces_the_ratio_that_
     trainer = trainer_of(Ratio(), correction=correction)
     trainer.update(episodes, 0)
     assert_same_gradient(gradient(trainer), plain_gradient(plain, weighted(plain, episodes, weight, of_old=False)))
+
+
+def test_without_a_correction_a_loss_keeps_the_ratio_that_it_has(trainer_of, plain):
+    episodes = some_episodes(12)
+    for e in episodes:
+        e.old_logprobs = e.gen_logprobs
+    trainer = trainer_of(Ratio(), correction=Uncorrected())
+    trainer.update(episodes, 0)
+    assert_same_gradient(gradient(trainer), plain_gradient(plain, weighted(plain, episodes, lambda r, m: r, of_old=False)))
+
+
+@pytest.mark.parametrize("loss", [
+    GRPOLoss(beta=0.1), GRPOLoss(kl="k3_ratio", beta=0.1, averaging="token"), DAPOLoss(dual_clip=3.0, averaging="prompt"), CISPOLoss(),
+    SAPOLoss(), DrGRPOLoss(max_tokens=15), ReinforceLoss(ratio_max=2.0), RLOOLoss(), DPPOLoss(), ReinforcePlusPlusBaselineLoss(beta=0.1),
+], ids=lambda loss: type(loss).__name__)  # fmt: skip
+def test_that_a_loss_is_elementwise_changes_no_number_of_a_step(loss, trainer_of):
+    """Its chunks of tokens go through the head one by one, and gradients are made in the forward pass."""
+    assert loss.elementwise
+
+    loss_of_any_kind = copy.copy(loss)
+    loss_of_any_kind.__class__ = type("OfAnyKind", (type(loss),), {"elementwise": False})
+    options = {"correction": Masked(low=0.2, high=4.0), "top_entropy": 0.7, "entropy_coef": 0.01, "max_tokens": 60}
+    episodes = some_episodes(12)
+    fast, slow = trainer_of(loss, **options), trainer_of(loss_of_any_kind, **options)
+    assert fast.objective.elementwise and not slow.objective.elementwise
+    here, there = fast.update(episodes, 0), slow.update(episodes, 0)
+    assert here.keys() == there.keys()
+    for name in here:
+        assert here[name] == pytest.approx(there[name], rel=1e-5, abs=1e-6), name
+    assert_same_gradient(gradient(fast), gradient(slow))
 
 
 @pytest.mark.parametrize("bad", [

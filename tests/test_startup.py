@@ -39,6 +39,11 @@ def test_an_advantage_gives_a_finite_number_for_every_reward(tmp_path):
             resolve_advantage(GRPOLoss(), GRPOConfig(n_samples=3, advantage=Call(f"{tmp_path}/mine.py:{name}")))
 
 
+def test_kl_in_the_reward_is_refused_where_the_advantage_would_not_see_it():
+    with pytest.raises(ValueError, match="grpo.kl_in_reward=0.1 with grpo.advantage=losses.advantages.parts_zscore"):
+        resolve_advantage(GRPOLoss(), GRPOConfig(kl_in_reward=0.1, advantage=Call("losses.advantages.parts_zscore")))
+
+
 @pytest.mark.parametrize(("key", "value"), [("top_p", 0.9), ("top_k", 20), ("min_p", 0.05)])
 def test_a_vocabulary_cut_by_the_sampler_is_refused_with_the_reason(key, value):
     with pytest.raises(ValueError, match=f"{key}={value}: must be .* in training.*off by the kept mass.*grpo.temperature"):
