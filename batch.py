@@ -200,14 +200,18 @@ def supervised(prompt: list[int], completion: list[int], seq_len: int) -> Episod
     return Episode(token_ids, len(prompt), np.ones(count, np.float32), np.zeros(count, np.float32))
 
 
-def from_dictionaries(inputs: dict[str, Tensor], targets: dict[str, Tensor], pad_token_id: int) -> list[Episode]:
-    """One micro-batch of `Trainer.train_step` as episodes. ValueError names what does not fit."""
+def from_dictionaries(inputs: dict[str, Tensor], targets: dict[str, Tensor], pad_token_id: int, first_group: int = 0) -> list[Episode]:
+    """One micro-batch of `Trainer.train_step` as episodes. ValueError names what does not fit.
+
+    Without `groups` each row answers a prompt of its own, numbered from `first_group`.
+    """
     _check_dictionaries(inputs, targets)
     given = {name: tensor.detach().cpu() for name, tensor in (inputs | targets).items()}
     tokens, response, mask = given["tokens"].long(), given["response"].long(), given["padding_mask"].float()
     batch, width = response.shape
     if not torch.equal(tokens[:, -width:][mask.bool()], response[mask.bool()]):
         raise ValueError("train_step: the last T columns of tokens must be the response (left-padded prompt, right-padded response)")
+    groups = given["groups"].tolist() if "groups" in given else [first_group + b for b in range(batch)]
     begun = (tokens[:, :-width] != pad_token_id).cumsum(1)
     here = given["attention_mask"][:, :-width].bool() if "attention_mask" in given else begun.bool()
     episodes = []
@@ -221,19 +225,20 @@ def from_dictionaries(inputs: dict[str, Tensor], targets: dict[str, Tensor], pad
             return given[name][row].expand(width)[:length].float().numpy()
 
         ids = torch.cat([prompt, response[b, :length]]).numpy()
-        episode = Episode(ids, len(prompt), mask[b, :length].numpy(), column("advantages"), group=b)
+        episode = Episode(ids, len(prompt), mask[b, :length].numpy(), column("advantages"), group=groups[b])
         for name in LOGPROBS & given.keys():
             attach(name, [episode], [column(name)])
         episodes.append(episode)
     return episodes
 
 
-LOGPROBS = {"gen_logprobs", "ref_logprobs", "old_logprobs"}  # what a target may hold besides what it must
+LOGPROBS = {"gen_logprobs", "ref_logprobs", "old_logprobs"}
+OPTIONAL = LOGPROBS | {"groups"}  # what a target may hold besides what it must
 
 
 def _check_dictionaries(inputs: dict[str, Tensor], targets: dict[str, Tensor]) -> None:
     needed = {"inputs": {"tokens"}, "targets": {"response", "padding_mask", "advantages"}}
-    for what, given, more in (("inputs", inputs, {"attention_mask"}), ("targets", targets, LOGPROBS)):
+    for what, given, more in (("inputs", inputs, {"attention_mask"}), ("targets", targets, OPTIONAL)):
         for name in sorted(needed[what] ^ given.keys()):
             if name not in more:
                 known = ", ".join(sorted(needed[what] | more))
@@ -241,7 +246,7 @@ def _check_dictionaries(inputs: dict[str, Tensor], targets: dict[str, Tensor]) -
     tokens, response = list(inputs["tokens"].shape), list(targets["response"].shape)
     if len(response) != 2 or len(tokens) != 2 or tokens[0] != response[0] or tokens[1] <= response[1]:
         raise ValueError(f"train_step: tokens {tokens} must be [B, P + T] with P >= 1, and response {response} [B, T]")
-    allowed = {"attention_mask": [tokens], "advantages": [response, [response[0], 1]]}
+    allowed = {"attention_mask": [tokens], "advantages": [response, [response[0], 1]], "groups": [[response[0]]]}
     for name, tensor in (inputs | targets).items():
         if list(tensor.shape) not in (shapes := allowed.get(name, [tokens if name == "tokens" else response])):
             raise ValueError(f"train_step: {name} {list(tensor.shape)} must be {' or '.join(map(str, shapes))}")

@@ -35,11 +35,11 @@ class Objective:
         in the denominators.
         """
         self.loss, self.entropy_coef, self.top_entropy = loss, entropy_coef, top_entropy
-        self.correction = None if isinstance(correction, Uncorrected) else correction
+        self.correction = None if isinstance(correction, Uncorrected) or "gen_logprobs" in forward_arguments(loss) else correction
         names = forward_arguments(loss)
-        tokenwise = self.correction is None or isinstance(self.correction, TOKENWISE)
+        tokenwise = self.correction is None or type(self.correction) in TOKENWISE  # a subclass may look at other tokens
         self.elementwise = not is_whole_batch(loss) and loss.elementwise and tokenwise  # no token's part depends on another token
-        self._has_ratio, self._weighs_itself = "old_logprobs" in names, "gen_logprobs" in names
+        self._has_ratio = "old_logprobs" in names
 
     def of_step(self, episodes: list[Episode], rows: list[Row], model: Model) -> "Step":
         """The loss of one optimizer step. Collective over the model's mesh."""
@@ -85,8 +85,8 @@ class Objective:
         base = old if old is not None and self._has_ratio and not sampler_is_old else frozen
         gap = torch.where(mask != 0, base - gen, 0.0)
         ratio = gap.exp()
-        if self.correction is None or self._weighs_itself:
-            return Corrected(torch.ones_like(ratio), torch.ones_like(ratio), ratio, gap)
+        if self.correction is None:
+            return Corrected(torch.ones_like(ratio), ratio, ratio, gap)
         weight = self.correction(ratio, mask)
         factor = weight / ratio if self._has_ratio and sampler_is_old else weight
         return Corrected(factor, weight, ratio, gap)
@@ -177,17 +177,20 @@ class Step:
         given = {name: columns.get(name) for name in ("advantages", *LOGPROBS)}
         sampler_is_old = first.old_logprobs is not None and first.old_logprobs is first.gen_logprobs
         corrected = objective.correct(logprobs.detach(), given, mask, sampler_is_old)
+        factor = torch.ones_like(mask) if corrected is None else corrected.factor
+        factor = factor * columns["kept"] if "kept" in columns else factor
+        output: dict[str, Tensor] = {}
         if "gradient" in columns:
-            output: dict[str, Tensor] = {}
-            token_loss, weight = logprobs * columns["gradient"], mask
+            total = (logprobs * columns["gradient"] * mask * factor).sum(dtype=torch.float64)
         else:
-            out = objective.loss.evaluate(logprobs=logprobs, entropy=entropy, padding_mask=mask, **given)
-            output, token_loss, weight = out.metrics, out.loss, columns["share"]
-        if "kept" in columns:
-            weight = weight * columns["kept"]
-        if corrected is not None:
-            weight = weight * corrected.factor
-        total = (token_loss * weight).sum(dtype=torch.float64)
+            elementwise = objective.loss.elementwise
+            # Where a token's loss has gradients at other tokens, it is the gradient that arrives at a token that is weighed.
+            seen = logprobs if elementwise else logprobs.detach() + factor * (logprobs - logprobs.detach())
+            out = objective.loss.evaluate(logprobs=seen, entropy=entropy, padding_mask=mask, **given)
+            output = out.metrics
+            weighed = out.loss * columns["share"] * factor
+            unweighed = out.loss * columns["share"]
+            total = (weighed if elementwise else weighed.detach() + unweighed - unweighed.detach()).sum(dtype=torch.float64)
         if objective.entropy_coef:
             total = total - objective.entropy_coef * (entropy * columns["share"]).sum(dtype=torch.float64)
         return total, output, corrected

@@ -129,7 +129,9 @@ def advantage_call(loss: Any, grpo: GRPOConfig) -> Call:
     return grpo.advantage or Call(f"losses.advantages.{loss.advantage if isinstance(loss, PolicyLoss) else 'group_zscore'}")
 
 
-def objective_settings(loss: Any, given: Call | None, grpo: GRPOConfig, training: TrainingConfig) -> Settings:
+def objective_settings(
+    loss: Any, given: Call | None, grpo: GRPOConfig, training: TrainingConfig, rewards: dict[str, Call]
+) -> Settings:
     """What the card of the run's objective says besides the loss."""
     advantage = advantage_call(loss, grpo)
     old: Literal["own", "trainer", "sampler"] = "trainer" if grpo.rescores(training) else "own"
@@ -139,6 +141,7 @@ def objective_settings(loss: Any, given: Call | None, grpo: GRPOConfig, training
     read: dict[str, Any] = {key: vars(grpo)[key] for key in of_grpo} | {key: vars(training)[key] for key in of_training}
     return Settings(
         home="grpo" if given is None else "loss", advantage=advantage.fn, advantage_options=advantage.kwargs,
+        rewards={name: call.kwargs.get("weight", 1.0) for name, call in rewards.items()},
         correction=grpo.corrected(training), old_logprobs=old, stop=bool(grpo.stop), **read,
     )  # fmt: skip
 
@@ -272,7 +275,7 @@ def open_run(cfg: Any, place: Placement, loss: Any = None) -> Path:
         (output / "config.yaml").write_text(config.dump(cfg))
         print(f"{place.plan.table()}\nrun folder {output}", flush=True)
         if loss is not None:
-            settings = objective_settings(loss, cfg.loss, cfg.grpo, cfg.training)
+            settings = objective_settings(loss, cfg.loss, cfg.grpo, cfg.training, cfg.rewards)
             told = "\n".join([card(loss, settings), *(f"warning: {line}" for line in lint(loss, settings))])
             (output / "objective.txt").write_text(told + "\n")
             print(told, flush=True)

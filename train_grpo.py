@@ -96,7 +96,7 @@ def train(cfg: Config, place: Placement, output: Path, dataset: DatasetConfig, l
     def publish() -> int:  # the engines become policy version `step`
         with clock.phase("sync"):
             generator.load(stream_weights(policy.shards(), place, generator.dtype), version=step)
-            if reference and published < step and training.moves_reference(step):
+            if reference and training.moves_reference(step, published):
                 reference.refresh(stream_weights(policy.shards(), place, reference.dtype, to_reference=True), mix=training.ref_update_mix)
         return step
     publish()

@@ -42,9 +42,9 @@ class Config:
     resume: str = "auto"  # auto: from the newest whole checkpoint in output; never; or a checkpoint's folder
 
     def check(self) -> None:
-        for key in ("updates_per_rollout", "sync_interval"):
-            if (value := vars(self.training)[key]) != 1:
-                raise ValueError(f"training.{key}={value}: there is no rollout in supervised fine-tuning; remove the key")
+        for key, neutral in (("updates_per_rollout", 1), ("sync_interval", 1), ("ref_update_interval", 0)):
+            if (value := vars(self.training)[key]) != neutral:
+                raise ValueError(f"training.{key}={value}: supervised fine-tuning has neither rollouts nor a reference; remove the key")
 
 
 def main() -> None:

@@ -68,10 +68,10 @@ class TrainingConfig:
         if self.schedule != "constant" and self.steps is None:
             raise ValueError(f"schedule={self.schedule} needs training.steps, the step at which the learning rate reaches 0")
 
-    def moves_reference(self, step: int) -> bool:
-        """After `step` steps, one of those that sync."""
+    def moves_reference(self, step: int, published: int) -> bool:
+        """After `step` steps, the last weights having been published after `published`."""
         every = self.ref_update_interval
-        return every > 0 and step // every > max(step - self.sync_interval, 0) // every
+        return every > 0 and step // every > published // every
 
     @property
     def passes(self) -> int | None:
@@ -226,12 +226,15 @@ class Trainer:
 
         inputs: `tokens` [B, P + T], left-padded prompt and right-padded response (`attention_mask` of the same shape says where
         tokens are; without it, leading pad tokens are padding). targets: `response` [B, T], `advantages` [B, 1] or [B, T],
-        `padding_mask` [B, T], and `ref_logprobs` [B, T] where the loss wants one. All entries are ONE step, and every rank of the
+        `padding_mask` [B, T], `ref_logprobs` [B, T] where the loss wants one, and `groups` [B], the prompt each row answers, for averaging
+        "prompt" (by default its own). All entries are ONE step, and every rank of the
         trainer passes the same lists.
         """
         if not inputs or len(inputs) != len(targets):
             raise ValueError(f"train_step needs as many targets as inputs, at least one; got {len(inputs)} and {len(targets)}")
-        episodes = [e for i, t in zip(inputs, targets, strict=True) for e in from_dictionaries(i, t, self.model.source.pad_token_id)]
+        episodes: list[Episode] = []
+        for i, t in zip(inputs, targets, strict=True):
+            episodes += from_dictionaries(i, t, self.model.source.pad_token_id, len(episodes))
         return self.update(episodes, self.updates).get("loss/policy", 0.0)
 
     def state(self) -> dict[str, Tensor]:

@@ -95,7 +95,8 @@ def parts_zscore(
     """
     result = []
     for rewards, named in zip(groups, parts, strict=True):
-        columns = [[weights[name] * a for a in group_zscore(values)] for name, values in named.items()]
+        known = {name: [None if r is None else v for r, v in zip(rewards, values, strict=True)] for name, values in named.items()}
+        columns = [[weights[name] * a for a in group_zscore(values)] for name, values in known.items()]
         result.append([0.0 if r is None else math.fsum(a) for r, *a in zip(rewards, *columns, strict=True)])
     return result
 

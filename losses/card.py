@@ -27,6 +27,7 @@ class Settings:
 
     home: Literal["loss", "grpo"]  # the section of the configuration that holds the loss's options
     advantage: str  # as the configuration names it: losses.advantages.group_zscore
+    rewards: Mapping[str, float] = field(default_factory=dict)  # weights by name
     advantage_options: Mapping[str, Any] = field(default_factory=dict)
     correction: object | None  # as the trainer gets it (losses/correction.py)
     old_logprobs: Literal["own", "trainer", "sampler"]  # own: of the update's own pass, so that the ratio is 1
@@ -125,14 +126,15 @@ def _averaging(loss: Any) -> str:
 
 def _advantage(s: Settings) -> str:
     eps, n = advantages.STABILISER, s.n_samples
+    parts = " + ".join(f"{weight:g} z({name})" for name, weight in s.rewards.items()) or "sum_k weight_k z(k)"
     texts = {
         "group_zscore": f"A = (R - mean) / (std + {eps:g}) over a prompt's {n} samples, std unbiased",
         "group_centred": f"A = R - mean, over a prompt's {n} samples",
         "leave_one_out": f"A = R - mean of the prompt's {n - 1} other samples",
-        "batch_zscore": f"A = (R - mean) / (std + {eps:g}) over all samples of the step, {n} a prompt, std unbiased",
-        "token_whitened": "A_t = (G_t - mean) / std over all tokens of the step, G_t = R less the KL penalties from t on",
-        "group_centred_token_whitened": f"A = R - mean over a prompt's {n} samples, then (A - mean) / std over all tokens of the step",
-        "parts_zscore": f"A = sum_k weight_k (R_k - mean) / (std + {eps:g}), each reward k over a prompt's {n} samples",
+        "batch_zscore": f"A = (R - mean) / (std + {eps:g}) over all samples of the rollout, {n} a prompt, std unbiased",
+        "token_whitened": "A_t = (G_t - mean) / std over all tokens of the rollout, G_t = R less the KL from t on",
+        "group_centred_token_whitened": f"A = R - mean over a prompt's {n} samples, then (A - mean) / std over all tokens of the rollout",
+        "parts_zscore": f"A = {parts}, z(k) = (R_k - mean) / (std + {eps:g}) of a reward over a prompt's {n} samples",
     }
     options = "".join(f", {key}={value}" for key, value in s.advantage_options.items())
     where = f"[{s.advantage.rpartition('.')[2] if s.advantage_name else s.advantage}{options}]"
@@ -346,6 +348,8 @@ def _sampling(loss: Any, s: Settings) -> Iterator[str]:
     if s.temperature != 1:
         t, scale = f"{s.temperature:g}", f"{1 / s.temperature:.3g}"
         yield f"note: grpo.temperature={t}: policy, KL and entropy are of softmax(logits / {t}), and gradients carry 1/{t} = {scale}"
+    if s.mask_truncated and s.stop:
+        yield "note: grpo.mask_truncated with grpo.stop: an answer ended by a stop string counts here; trainers that look for EOS mask it"
     if is_whole_batch(loss) and "entropy" in forward_arguments(loss):
         yield f"loss: {_name(loss)} sees the entropy, but no gradient passes through it in a whole-batch loss; use training.entropy_coef"
 

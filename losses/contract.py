@@ -45,7 +45,7 @@ class PolicyLoss(ABC):
 
     averaging: Averaging  # of the class, or set by its __init__
     max_tokens: int | None = None  # the constant L of averaging "constant"
-    elementwise: ClassVar[bool] = False  # True: a token's loss depends on no other token's log-prob
+    elementwise: ClassVar[bool] = False  # True: a token's loss depends on nothing of any other token, nor on the shape [B, T]
     centred: bool = True  # True: where policy, sampler and reference agree, d loss / d logprob is -A times the token's weight
     advantage: ClassVar[str] = "group_zscore"  # of losses.advantages: what the objective is defined with, and the run's default
 

@@ -117,6 +117,12 @@ def test_each_reward_normalised_by_itself_weighs_what_its_weight_says_whatever_i
     assert values == [pytest.approx([1.5 * a for a in group_zscore(g.rewards)], abs=1e-5) for g in groups]
 
 
+def test_a_sample_without_a_reward_is_in_no_parts_mean():
+    known = parts_zscore([[1.0, 0.0]], [{"a": [1.0, 0.0], "b": [0.0, 0.0]}], {"a": 1.0, "b": 1.0})[0]
+    parts: list[dict[str, list[float | None]]] = [{"a": [1.0, 0.0, 5.0], "b": [0.0, 0.0, None]}]
+    assert parts_zscore([[1.0, 0.0, None]], parts, {"a": 1.0, "b": 1.0}) == [[*known, 0.0]]
+
+
 def test_a_completion_without_tokens_counts_in_the_baseline_and_has_no_episode():
     groups, episodes = sampled([[1.0, 0.0]], [[0, 2]])
     assert len(episodes) == 1

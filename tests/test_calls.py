@@ -68,8 +68,8 @@ def test_a_file_is_one_module_however_it_is_written_and_cannot_be_imported_by_an
 
 CALL_MISTAKES = {
     "no module": (
-        Call("losses.gpro.GRPOLoss", key="loss"),
-        "loss: there is no module losses.gpro. Did you mean losses.grpo?",
+        Call("losses.grppo.GRPOLoss", key="loss"),
+        "loss: there is no module losses.grppo. Did you mean losses.grpo?",
     ),
     "no package": (Call("lozzes.grpo.GRPOLoss", key="loss"), "loss: there is no module lozzes. Did you mean losses?"),
     "no attribute": (

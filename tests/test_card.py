@@ -92,7 +92,7 @@ SHIPPED = [  # a loss with numbers that no other has, and what its card must sho
     (ReinforceLoss(ratio_min=0.1), ["clip(w, 0.1, inf)"]),
     (ReinforceLoss(), ["u = -sg(w) A logprobs"]),
     (RLOOLoss(), ["u = -A logprobs", "A = R - mean of the prompt's 7 other samples"]),
-    (ReinforcePlusPlusLoss(clip_high=0.33), ["clip(r, 0.8, 1.33)", "A_t = (G_t - mean) / std over all tokens of the step"]),
+    (ReinforcePlusPlusLoss(clip_high=0.33), ["clip(r, 0.8, 1.33)", "A_t = (G_t - mean) / std over all tokens of the rollout"]),
     (ReinforcePlusPlusBaselineLoss(beta=0.0007), ["clip(r, 0.8, 1.2) A) + 0.0007 k2", "0.0007 k2: expected gradient of KL(pi ||"]),
     (DPPOLoss(threshold=0.25, penalty=0.002), ["(p - q) sign(A) > 0.25", "0.002 log(w)^2"]),
     (NLLLoss(), ["u = -logprobs"]),
@@ -273,6 +273,11 @@ TRIGGERS = [  # what the message must say, then (loss, settings) that trigger it
         "grpo.kl_in_reward=0.01 with group_zscore: where a prompt's samples earn the same",
         (GRPOLoss(), {"kl_in_reward": 0.01}),
         (RLOOLoss(), {"kl_in_reward": 0.01}),
+    ),
+    (
+        "note: grpo.mask_truncated with grpo.stop",
+        (GRPOLoss(), {"mask_truncated": True, "stop": True}),
+        (GRPOLoss(), {"mask_truncated": True}),
     ),
     (
         "grpo.correction: training.updates_per_rollout=4, but SimpleGRPOLoss has no ratio",

@@ -13,6 +13,7 @@ from losses import (
     DPPOLoss,
     DrGRPOLoss,
     GRPOLoss,
+    GSPOLoss,
     PolicyLoss,
     ReinforceLoss,
     ReinforcePlusPlusBaselineLoss,
@@ -154,6 +155,32 @@ def test_that_a_loss_is_elementwise_changes_no_number_of_a_step(loss, trainer_of
 def test_a_band_that_leaves_out_1_and_a_cap_of_nothing_are_refused(bad):
     with pytest.raises(ValueError, match="cap=|low=|statistic="):
         bad()
+
+
+def test_a_masked_token_of_a_sequences_ratio_has_no_gradient_and_the_others_keep_theirs(trainer_of, plain):
+    """GSPO's loss has its gradient at every token of a sequence: it is what arrives at a token that is weighed."""
+    episodes = some_episodes(12, seed=1)
+    for e in episodes:
+        e.advantages = np.full_like(e.advantages, e.advantages[0])
+    trainer = trainer_of(GSPOLoss(clip_low=0.9, clip_high=50.0), correction=Masked(low=0.5, high=3.0))
+    trainer.update(episodes, 0)
+    total, count = torch.zeros((), dtype=torch.float64), 0
+    for e in episodes:
+        logprobs, mask = plain_scores(plain, e)[0], column(e, "loss_mask")
+        if not mask.any():
+            continue
+        count += 1
+        w = CORRECTIONS["masked"][1]((column(e, "old_logprobs") - column(e, "gen_logprobs")).exp(), mask)
+        seen = logprobs.detach() + w * (logprobs - logprobs.detach())
+        s = (((seen - column(e, "old_logprobs")) * mask).sum() / mask.sum()).exp()
+        a = column(e, "advantages")[0]
+        total = total - torch.minimum(s * a, s.clamp(0.1, 51.0) * a)
+    assert_same_gradient(gradient(trainer), plain_gradient(plain, total / count))
+
+
+def test_a_loss_that_weighs_the_sampler_itself_has_no_correction_to_count(trainer_of):
+    stats = trainer_of(ReinforceLoss(ratio_max=2.0), correction=Truncated(cap=2.0)).update(some_episodes(12), 0)
+    assert not [name for name in stats if name.startswith("is/") and name != "is/ess_seq"] and stats["mismatch/abs_mean"] > 0
 
 
 def test_what_is_said_of_the_gap_to_the_sampler_is_what_its_definitions_say(trainer_of, plain):

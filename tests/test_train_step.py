@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from batch import Episode, pad
-from losses import GRPOLoss, NLLLoss, SimpleGRPOLoss
+from losses import DAPOLoss, GRPOLoss, NLLLoss, SimpleGRPOLoss
 from tests.steps import CustomLoss, assert_same_gradient, each_objective, gradient, place, some_episodes, trainer_of
 from tests.world import run_script
 
@@ -45,6 +45,25 @@ def test_train_step_returns_the_steps_loss_as_a_float_and_is_update_however_its_
     assert value == pytest.approx(by_update.update(episodes, 0)["loss/policy"], rel=1e-5, abs=1e-6)
     assert_same_gradient(gradient(by_step), gradient(by_update))
     assert by_step.updates == 1
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+def test_averaging_over_prompts_does_not_depend_on_how_the_lists_are_cut(grouped, trainer_of):
+    episodes = some_episodes()
+    whole, cut = trainer_of(DAPOLoss(averaging="prompt")), trainer_of(DAPOLoss(averaging="prompt"))
+    prompts = torch.arange(len(episodes)) // 2 if grouped else torch.arange(len(episodes))
+    for trainer, rows in ((whole, 7), (cut, 2)):
+        inputs, targets = dictionaries(episodes, rows)
+        if grouped:
+            for target, of_rows in zip(targets, prompts.split(rows), strict=True):
+                target["groups"] = of_rows
+        trainer.train_step(inputs, targets)
+    by_update = trainer_of(DAPOLoss(averaging="prompt"))
+    for e, prompt in zip(episodes, prompts.tolist(), strict=True):
+        e.group = prompt
+    by_update.update(episodes, 0)
+    assert_same_gradient(gradient(whole), gradient(cut))
+    assert_same_gradient(gradient(whole), gradient(by_update))
 
 
 def test_train_step_takes_the_guides_keys_alone_with_one_advantage_a_row(trainer_of):

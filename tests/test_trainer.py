@@ -281,3 +281,16 @@ def test_a_rollout_may_have_an_update_without_a_token_that_counts(trainer_of):
         assert trainer.updates == 2
         assert stats["loss/tokens"] == 2.0  # the mean of 4 and 0
         assert stats["entropy/mean"] > 0 and stats["grad/norm_attn"] > 0
+
+
+@pytest.mark.parametrize(("every", "published", "moves"), [
+    (2, [2, 4, 5], [2, 4]), (4, [4, 5], [4]), (3, [2, 4, 6, 8], [4, 6]), (1, [2, 4], [2, 4]), (0, [1, 2], []),
+    (10, [9, 12, 15, 21], [12, 21]),
+])  # fmt: skip
+def test_the_reference_moves_at_the_first_sync_at_or_after_its_due_steps(every, published, moves):
+    cfg, before, moved = TrainingConfig(ref_update_interval=every), 0, []
+    for step in published:
+        if cfg.moves_reference(step, before):
+            moved.append(step)
+        before = step
+    assert moved == moves and not cfg.moves_reference(before, before)
