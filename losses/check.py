@@ -1,13 +1,14 @@
 """`python -m losses.check FILE.py:ClassName [key=value ...]` runs the laws on a loss file, yours or losses.dapo.DAPOLoss.
 
 It prints a verdict for each law with the first counterexample, and exits 1 if one fails. A loss fails against what its file declares
-(averaging, elementwise, centred, whether it needs a reference), against the golden values of the class whose name it bears or derives
-from, and against what every loss must satisfy; all else is a note. key=value are its constructor's options. The file is only read.
+(averaging, elementwise, centred, whether it needs a reference), against the golden values of the shipped class whose name it bears,
+and against what every loss must satisfy; all else is a note. key=value are its constructor's options. The file is only read.
 """
 
 import json
 import sys
 import traceback
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -22,8 +23,12 @@ from losses.contract import PolicyLoss, forward_arguments, requires_reference
 from losses.laws import LENGTHS, Finding, Loss, Tensors, at, compare, example, first_difference, gradient, measure, number
 
 GOLDEN = Path(__file__).with_name("golden.json")
-# What the code of a loss raises when it is wrong, and its author can mend.
-ERRORS = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, NameError, ArithmeticError, AssertionError, ImportError)
+TORCH = Path(torch.__file__).parent
+SIZES = (1, 2, 3, 5, 99)  # tokens in a slice of a step's tokens, the last one all of them
+
+
+class LossRaised(Exception):
+    """The code of a loss raised: in words what, and where outside torch."""
 
 
 class Verdict(NamedTuple):
@@ -56,28 +61,42 @@ def resolve(arguments: list[str]) -> Loss:
     for option in options:
         if "=" not in option:
             raise ConfigError(f"{option} is not understood: options of {name} are key=value.")
-    return load(CheckConfig, [f"loss={name}", *(f"loss.{option}" for option in options)]).loss.resolve()
+    call = load(CheckConfig, [f"loss={name}", *(f"loss.{option}" for option in options)]).loss
+    try:
+        return called(call.resolve)
+    except LossRaised as error:
+        known = isinstance(error.__cause__, ConfigError)
+        raise ConfigError(str(error.__cause__) if known else f"{name} cannot be built: it {error}") from error
 
 
 def check(loss: Loss) -> list[Verdict]:
     """One verdict for each law that says something about this loss."""
     try:
         forward_arguments(loss)
-    except ValueError as error:
+    except (ValueError, TypeError) as error:
         return [Verdict("FAIL", "arguments", str(error))]
     verdicts = []
     for name, law in LAWS.items():
         try:
-            finding = law(loss)
-        except ERRORS as error:
-            last = [f for f in traceback.extract_tb(error.__traceback__) if "/torch/" not in f.filename][-1]
-            message = (str(error).splitlines() or [""])[0]
-            finding = Finding("FAIL", f"raised {type(error).__name__}: {message} ({Path(last.filename).name}, line {last.lineno})")
+            finding = called(law, loss)
+        except LossRaised as error:
+            finding = Finding("FAIL", str(error))
         if finding is not None:
             verdicts.append(Verdict(finding.status, name, finding.detail))
         if name == "repeatable" and verdicts[-1].status == "FAIL":
             break
     return verdicts
+
+
+def called(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """What a function that runs the code of a loss returns. LossRaised where that raises, whatever it raises."""
+    try:
+        return function(*args, **options)
+    except Exception as error:
+        last = [f for f in traceback.extract_tb(error.__traceback__) if not Path(f.filename).is_relative_to(TORCH)][-1]
+        message = (str(error).splitlines() or [""])[0]
+        where = f"{Path(last.filename).name}, line {last.lineno}"
+        raise LossRaised(f"raised {type(error).__name__}{': ' * bool(message)}{message} ({where})") from error
 
 
 def table(verdicts: list[Verdict]) -> str:
@@ -107,33 +126,89 @@ def inputs(loss: Loss) -> Finding:
 
 
 def elementwise(loss: Loss) -> Finding | None:
-    """Each token's log-prob is moved; the loss of every other, and the gradient of every other, must stay."""
+    """Whether a token's loss and gradient depend on it alone: the trainer evaluates such a loss on whatever tokens lie together."""
     if not isinstance(loss, PolicyLoss):
         return None
+    change = _beside_a_moved_token(loss) or _in_slices(loss)
+    if change is not None:
+        return Finding("FAIL" if loss.elementwise else "pass", f"elementwise = {loss.elementwise}: {change}")
+    if loss.elementwise:
+        return Finding("pass", "a token's loss and gradient depend on no other token, nor on the shape of the grid")
+    return Finding("note", "no token changes another's loss or gradient, nor does the grid's shape: it could declare elementwise = True")
+
+
+def _tokens(loss: PolicyLoss, tensors: Tensors, factors: Tensor) -> tuple[Tensor, Tensor]:
+    """Each token's loss, and the gradient at each token of the losses' sum, weighted with `factors` to tell them apart."""
+    logprobs = tensors["logprobs"].clone().requires_grad_()
+    losses = loss.evaluate(**{name: tensor.clone() for name, tensor in tensors.items()} | {"logprobs": logprobs}).loss
+    return losses.detach(), gradient((losses * factors).sum(), logprobs)
+
+
+def _factors(tensors: Tensors) -> Tensor:
+    mask = tensors["padding_mask"]
+    return 1 + torch.arange(mask.numel(), dtype=mask.dtype).reshape(mask.shape)
+
+
+def _beside_a_moved_token(loss: PolicyLoss) -> str | None:
+    """How the loss or gradient of another token changes when a token's log-prob is moved."""
     tensors = example(LENGTHS)
-    factors = 1 + torch.arange(tensors["padding_mask"].numel(), dtype=torch.float64).reshape(tensors["padding_mask"].shape)
-
-    def tokens(logprobs: Tensor) -> tuple[Tensor, Tensor]:
-        logprobs = logprobs.clone().requires_grad_()
-        losses = loss.evaluate(**{**tensors, "logprobs": logprobs}).loss
-        return losses.detach(), gradient((losses * factors).sum(), logprobs)
-
-    before = tokens(tensors["logprobs"])
+    factors = _factors(tensors)
+    before = _tokens(loss, tensors, factors)
     for place, by in product(tensors["padding_mask"].nonzero().tolist(), (0.2, -0.7)):
         logprobs = tensors["logprobs"].clone()
         logprobs[tuple(place)] += by
-        for what, old, new in zip(("loss", "gradient"), before, tokens(logprobs), strict=True):
+        after = _tokens(loss, {**tensors, "logprobs": logprobs}, factors)
+        for what, old, new in zip(("loss", "gradient"), before, after, strict=True):
             new[tuple(place)] = old[tuple(place)]
             other = first_difference(new, old)
-            if other is None:
-                continue
-            scale = factors[other] if what == "gradient" else 1
-            change = f"the {what} of {at(other)} from {number(old[other] / scale)} to {number(new[other] / scale)}"
-            detail = f"moving the log-prob of {at(tuple(place))} by {by:+g} takes {change}"
-            return Finding("FAIL" if loss.elementwise else "pass", f"elementwise = {loss.elementwise}: {detail}")
-    if loss.elementwise:
-        return Finding("pass", "no token's log-prob changes another token's loss or gradient")
-    return Finding("note", "no token's log-prob changes another's loss or gradient: it could declare elementwise = True")
+            if other is not None:
+                scale = factors[other] if what == "gradient" else 1
+                change = f"the {what} of {at(other)} from {number(old[other] / scale)} to {number(new[other] / scale)}"
+                return f"moving the log-prob of {at(tuple(place))} by {by:+g} takes {change}"
+    return None
+
+
+def _in_slices(loss: PolicyLoss) -> str | None:
+    """How a token's loss or gradient differs between the grid [B, T] and slices [1, m] of all sequences' tokens in one line.
+
+    The line is of the tokens that count, and of all that were sampled, as the trainer has it.
+    """
+    for tensors in _steps():
+        factors, mask = _factors(tensors), tensors["padding_mask"]
+        whole = _tokens(loss, tensors, factors)
+        sampled = torch.arange(mask.shape[1]) < torch.tensor(LENGTHS)[:, None]
+        for inside, size in product((mask == 1, sampled), SIZES):
+            line = {name: tensor.expand_as(mask)[inside][None] for name, tensor in tensors.items()}
+            places, weights = inside.nonzero().tolist(), factors[inside][None]
+            for start in range(0, len(places), size):
+                here = slice(start, start + size)
+                part = {name: tensor[:, here] for name, tensor in line.items()}
+                count = part["padding_mask"].numel()
+                try:
+                    found = called(_tokens, loss, part, weights[:, here])
+                except LossRaised as error:
+                    return f"on {count} of the step's tokens in one line, [1, {count}], it {error}"
+                for what, old, new in zip(("loss", "gradient"), whole, found, strict=True):
+                    place = first_difference(new, old[inside][None][:, here])
+                    if place is None:
+                        continue
+                    home = tuple(places[start + place[1]])
+                    scale = factors[home] if what == "gradient" else 1
+                    values = f"{number(old[home] / scale)} on the grid {list(mask.shape)} and {number(new[place] / scale)} on a slice"
+                    return f"the {what} of {at(home)} is {values} [1, {count}] of all sequences' tokens in one line"
+    return None
+
+
+def _steps() -> Iterator[Tensors]:
+    """With log-ratios near those of a run and three times as wide, and advantages [B, 1] and [B, T]."""
+    for seed, wide in product(range(5), (False, True)):
+        tensors = example(LENGTHS, seed=seed)
+        if wide:
+            logprobs, mask = tensors["logprobs"], tensors["padding_mask"]
+            for name in laws.LOGPROBS:
+                tensors[name] = (logprobs + 3 * (tensors[name] - logprobs)).clamp(max=-0.05) * mask
+            tensors["advantages"] = tensors["advantages"] + 0.5 * example(LENGTHS, seed=seed + 10)["logprobs"]
+        yield tensors
 
 
 def reference(loss: Loss) -> Finding:
@@ -142,11 +217,11 @@ def reference(loss: Loss) -> Finding:
     del tensors["ref_logprobs"]
     needs = requires_reference(loss)
     try:
-        value, grad = measure(loss, tensors)
-    except ERRORS as error:
+        value, grad = called(measure, loss, tensors)
+    except LossRaised as error:
         if needs:
             return Finding("pass", "declares that it needs a reference, and refuses to work without")
-        return Finding("FAIL", f"declares that it needs no reference; without, it raises {type(error).__name__}: {error}")
+        return Finding("FAIL", f"declares that it needs no reference; without, it {error}")
     if needs:
         return Finding("FAIL", f"declares that it needs a reference; without, it works (value {number(value)})")
     if not (value.isfinite() and grad.isfinite().all()):
@@ -190,30 +265,36 @@ def divergence(loss: Loss) -> Finding | None:
 
 
 def golden(loss: Loss) -> Finding | None:
-    """Value and gradient of the shipped class whose name the loss bears or derives from, with the options of the golden case."""
+    """Value and gradient of the shipped class whose name the loss bears, with the options of the golden case.
+
+    A copy of a file declares by its name to be that objective. A class that derives from one does not: what differs is a note.
+    """
     data = json.loads(GOLDEN.read_text(encoding="utf-8"))
     cls: Any = type(loss)
     bases = [base.__name__ for base in cls.__mro__]
     name = next((name for name in bases if any(case["class"] == name for case in data["cases"])), None)
     if name is None:
         return None
+    heirs = cls.__mro__[: bases.index(name)]
+    own = [part for part in ("__init__", "per_token", "averaging") if any(part in vars(heir) for heir in heirs)]
+    start = f"it derives from {name}{' and has its own ' * bool(own)}{', '.join(own)}: " if heirs else ""
     cases = [case for case in data["cases"] if case["class"] == name]
     for case in cases:
         options = ", ".join(f"{key}={value}" for key, value in case["options"].items())
-        try:
-            other = cls(**case["options"])
-        except TypeError as error:
-            return Finding("note", f"it cannot be compared with {name}({options}): {error}")
         tensors = golden_tensors(data, case["advantages"])
-        weights = laws.weights_of(other, tensors)
-        found = measure(other, tensors, weights)
+        try:
+            other = called(cls, **case["options"])
+            found = called(measure, other, tensors)
+        except LossRaised as error:
+            return Finding("note", f"{start}it cannot be compared with {name}({options}): it {error}")
         wanted = torch.tensor(case["value"], dtype=torch.float64), torch.tensor(case["grad"], dtype=torch.float64)
         if _same(found, wanted):
             continue
         place = first_difference(found[1], wanted[1], atol=1e-8)
-        where = f"; {at(place)}: gradient {number(found[1][place])}, should be {number(wanted[1][place])}" if place else ""
-        detail = f"{name}({options}): value {number(found[0])}, should be {number(wanted[0])}{where}"
-        return Finding("FAIL", detail + _explained(other, tensors, wanted))
+        should = "that class has" if heirs else "should be"
+        where = f"; {at(place)}: gradient {number(found[1][place])}, {should} {number(wanted[1][place])}" if place else ""
+        detail = f"{start}{name}({options}): value {number(found[0])}, {should} {number(wanted[0])}{where}"
+        return Finding("note" if heirs else "FAIL", detail + _explained(other, tensors, wanted))
     return Finding("pass", f"value and gradient of {len(cases)} golden case{'s' * (len(cases) > 1)} of {name}")
 
 

@@ -19,6 +19,7 @@ from losses.contract import Averaging, PolicyLoss, forward_arguments, is_whole_b
 Loss = Callable[..., Any]
 Tensors = dict[str, Tensor]
 LOGPROBS = ("logprobs", "old_logprobs", "gen_logprobs", "ref_logprobs")
+STOPS = ("torch.Tensor.detach", "torch.detach", "torch.Tensor.data.__get__")
 LENGTHS, GROUPS = [3, 2, 4, 1, 3], [0, 0, 1, 1, 2]
 
 
@@ -234,7 +235,7 @@ def padding(loss: Loss) -> Finding:
 
 
 def finite(loss: Loss) -> Finding:
-    """In float32: sequences without tokens, a group without any, log-ratios of +-30 and tokens of probability 1."""
+    """In float32: sequences without tokens, a group without any, log-ratios of +-30, tokens of probability 1 and entropy 0."""
     lengths = torch.tensor([1, 3, 2, 0, 0])  # the last two are a group of their own
     mask = (torch.arange(3) < lengths[:, None]).float()
     tensors = {**dict.fromkeys(LOGPROBS, -mask), "padding_mask": mask, "entropy": mask}
@@ -242,9 +243,10 @@ def finite(loss: Loss) -> Finding:
     edge = (torch.arange(5) < 2)[:, None]
     if found := _not_finite(loss, tensors):
         return Finding("FAIL", f"sequences 3 and 4 have no loss tokens: {found}")
-    names = [name for name in LOGPROBS if name in forward_arguments(loss)]
-    for A, values in product((1.0, -1.0, 0.0), product((-30.0, 0.0), repeat=len(names))):
-        edges = {name: torch.where(edge, value * mask, -mask) for name, value in zip(names, values, strict=True)}
+    extremes = {**dict.fromkeys(LOGPROBS, (-30.0, 0.0)), "entropy": (1.0, 0.0)}
+    names = [name for name in extremes if name in forward_arguments(loss)]
+    for A, values in product((1.0, -1.0, 0.0), product(*(extremes[name] for name in names))):
+        edges = {name: torch.where(edge, value * mask, tensors[name]) for name, value in zip(names, values, strict=True)}
         if found := _not_finite(loss, {**tensors, **edges, "advantages": torch.full((5, 1), A)}):
             place = ", ".join(f"{name} {value:g}" for name, value in zip(names, values, strict=True))
             return Finding("FAIL", f"{found} where sequences 0 and 1 have {place} at each token, A = {A:g}")
@@ -252,7 +254,8 @@ def finite(loss: Loss) -> Finding:
         return Finding("note" if is_whole_batch(loss) else "FAIL", f"no sequence has a loss token: {found}")
     if found := _not_finite(loss, {name: tensor[:1, :1] for name, tensor in tensors.items()}):
         return Finding("note" if is_whole_batch(loss) else "FAIL", f"one sequence of one token: {found}")
-    return Finding("pass", "value and gradient at log-ratios of +-30, probability 1, and sequences, groups or steps without tokens")
+    certain = "probability 1, entropy 0" if "entropy" in names else "probability 1"
+    return Finding("pass", f"value and gradient at log-ratios of +-30, {certain}, and sequences, groups or steps without tokens")
 
 
 def _not_finite(loss: Loss, tensors: Tensors) -> str | None:
@@ -263,6 +266,11 @@ def _not_finite(loss: Loss, tensors: Tensors) -> str | None:
     if not value.isfinite():
         return f"the value is {number(value)}"
     if isinstance(loss, PolicyLoss):
+        entropy = tensors["entropy"].clone().requires_grad_()
+        slopes = gradient(scalar(loss, {**tensors, "entropy": entropy}, weights_of(loss, tensors)), entropy)
+        if not slopes.isfinite().all():
+            place = tuple((~slopes.isfinite()).nonzero()[0].tolist())
+            return f"{at(place)} has gradient {number(slopes[place])} in its entropy (value {number(value)})"
         for name, values in loss.evaluate(**tensors).metrics.items():
             if not values.isfinite().all():
                 place = tuple((~values.isfinite()).nonzero()[0].tolist())
@@ -286,8 +294,9 @@ def in_place(loss: Loss) -> Finding:
     versions = {name: tensor._version for name, tensor in given.items()}
     (loss.per_token if isinstance(loss, PolicyLoss) else loss)(**given)
     for name, tensor in given.items():
-        if tensor._version != versions[name]:
-            place = first_difference(tensor.detach(), tensors[name], rtol=0, atol=0)
+        if tensor._version != versions[name] or not torch.equal(tensor, tensors[name]):  # an edit of .data leaves the version
+            same_shape = tensor.shape == tensors[name].shape
+            place = first_difference(tensor.detach(), tensors[name], rtol=0, atol=0) if same_shape else None
             change = f": {at(place)} was {number(tensors[name][place])}, is {number(tensor[place])}" if place else ""
             return Finding("FAIL", f"it edits {name} in place{change}")
     return Finding("pass", "its inputs are left as they are")
@@ -309,7 +318,7 @@ class _StopGradients(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        stops = resolve_name(func) in ("torch.Tensor.detach", "torch.Tensor.data.__get__") or not torch.is_grad_enabled()
+        stops = resolve_name(func) in STOPS or not torch.is_grad_enabled()
         if not stops or not isinstance(out, Tensor):
             return out
         if self.next is None:

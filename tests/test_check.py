@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import losses
 from config import Call, ConfigError
-from losses import DAPOLoss, PolicyLoss
+from losses import DAPOLoss, GRPOLoss, PolicyLoss
 from losses.check import GOLDEN, LAWS, Verdict, check, resolve, table
 
 ROOT = Path(__file__).parent.parent
@@ -76,6 +76,22 @@ FAULTS = {  # mutant -> the law that names its fault, and what the message must 
     "mask_after_division.py:Width": ("padding", "sequence 0, token 0: its gradient goes from -0.0186705 to -0.0120377: padding is"),
     "in_place.py:Advantages": ("in place", "it edits advantages in place: sequence 1, token 0 was 1.29278, is 1"),
     "in_place.py:Logprobs": ("in place", "it edits logprobs in place: sequence 0, token 0 was -2.54011, is 0.156771"),
+    "in_place.py:Data": ("in place", "it edits old_logprobs in place: sequence 0, token 0 was -2.69688, is -1.34844"),
+    "false_elementwise.py:GapToTheSampler": (
+        "elementwise",
+        "elementwise = True: the loss of sequence 0, token 0 is -0.433773 on the grid [5, 6] and -0.524794 on a slice [1, 1] of all",
+    ),
+    "false_elementwise.py:ClipByLength": ("elementwise", "on a slice [1, 1] of all sequences' tokens in one line"),
+    "false_elementwise.py:AdvantagesToGo": (
+        "elementwise",
+        "the loss of sequence 0, token 0 is 1.28698 on the grid [5, 6] and 2.57395 on a slice [1, 2] of all sequences' tokens",
+    ),
+    "false_elementwise.py:ByWidth": ("elementwise", "on a slice [1, 12] of all sequences' tokens in one line"),
+    "raises.py:OnWideGrids": (
+        "elementwise",
+        "elementwise = True: on 12 of the step's tokens in one line, [1, 12], it raised OutOfBudget (raises.py, line 25)",
+    ),
+    "raises.py:Always": ("repeatable", "raised OutOfBudget: no tokens left (raises.py, line 14)"),
     "false_elementwise.py:SequenceRatio": (
         "elementwise",
         "elementwise = True: moving the log-prob of sequence 0, token 0 by +0.2 takes the loss of sequence 0, token 1 "
@@ -86,19 +102,22 @@ FAULTS = {  # mutant -> the law that names its fault, and what the message must 
         "sequence 0, token 0 has gradient nan (value -7.12432e+12) where sequences 0 and 1 have logprobs 0, old_logprobs -30",
     ),
     "not_finite.py:LogOfZero": ("finite", "sequence 0, token 0 has gradient -inf (value -inf) where sequences 0 and 1 have logprobs 0"),
+    "not_finite.py:LogOfEntropy": ("finite", "the value is inf where sequences 0 and 1 have logprobs -30, entropy 0 at each token"),
+    "not_finite.py:RootOfEntropy": ("finite", "sequence 0, token 0 has gradient -inf in its entropy (value"),
     "not_finite.py:Product": ("finite", "sequence 1, token 0 has gradient -inf"),
     "swapped_kl.py:GRPOLoss": (
         "golden",
         "GRPOLoss(clip_low=0.2, clip_high=0.28, beta=0.04): value 0.046526, should be 0.0465306; sequence 0, token 0: gradient "
         "-0.0850799, should be -0.0851904: its value is golden with the sign of logprobs - ref_logprobs changed",
     ),
-    "wrong_policy.py:AgainstTheSampler": (
+    "wrong_policy.py:GRPOLoss": (
         "golden",
-        "value 0.360285, should be 0.0520206; sequence 0, token 0: gradient -0.0343655, should be -0.0845256: "
+        "GRPOLoss(clip_low=0.2, clip_high=0.2): value 0.360285, should be 0.0520206; "
+        "sequence 0, token 0: gradient -0.0343655, should be -0.0845256: "
         "it is golden with old_logprobs in the place of gen_logprobs",
     ),
-    "wrong_policy.py:ByTokens": ("golden", 'it is golden with averaging "sequence", and declares "token"'),
-    "false_reference.py:Needed": ("reference", "declares that it needs no reference; without, it raises TypeError"),
+    "wrong_averaging.py:GRPOLoss": ("golden", 'it is golden with averaging "sequence", and declares "token"'),
+    "false_reference.py:Needed": ("reference", "declares that it needs no reference; without, it raised TypeError"),
     "false_reference.py:NotNeeded": ("reference", "declares that it needs a reference; without, it works"),
     "not_repeatable.py:Noise": ("repeatable", "called twice with the same tensors, sequence 0, token 0: its gradient goes from"),
     "not_repeatable.py:Counter": ("repeatable", "its gradient goes from -0.0422218 to -0.0844437"),
@@ -108,6 +127,7 @@ ALSO = {  # what else the same fault breaks
     "counts_padding.py:SequenceRatio": {"split", "on-policy"},
     "mask_after_division.py:Width": {"split", "on-policy"},
     "in_place.py:Advantages": {"on-policy"},
+    "false_elementwise.py:ByWidth": {"padding"},
     "not_finite.py:Overflow": {"on-policy"},
 }
 
@@ -126,6 +146,13 @@ NOTES = {  # nothing declared is broken: said and not failed
     "false_elementwise.py:Undeclared": ("elementwise", "it could declare elementwise = True"),
     "wrong_backward.py:Hidden": ("gradcheck", "something is hidden from autograd"),
     "mask_after_division.py:Guarded": ("on-policy", "where a sequence has one advantage"),
+    "derived.py:AgainstTheSampler": (
+        "golden",
+        "it derives from GRPOLoss and has its own per_token: "
+        "GRPOLoss(clip_low=0.2, clip_high=0.2): value 0.360285, that class has 0.0520206",
+    ),
+    "derived.py:ByTokens": ("golden", "has its own __init__: GRPOLoss(clip_low=0.2, clip_high=0.2): value"),
+    "derived.py:OtherOptions": ("golden", "it cannot be compared with GRPOLoss(clip_low=0.2, clip_high=0.2): it raised TypeError"),
 }
 
 
@@ -201,6 +228,35 @@ def test_a_loss_that_raises_fails_with_its_own_words_and_line():
             return -logps
 
     assert [(v.status, v.law) for v in check(Misspelt())] == [("FAIL", "arguments")]
+
+
+def test_a_stop_gradient_is_known_in_either_way_to_write_it():
+    found = mutant("derived.py:Detached")
+    assert not failed(found)
+    assert found["gradcheck"].status == "pass" and "with what it detaches held constant" in found["gradcheck"].detail
+
+
+def test_a_derived_class_that_changes_no_value_keeps_the_golden_ones():
+    class Renamed(GRPOLoss):
+        def formula(self) -> str:
+            return "u = GRPO's"
+
+    found = {verdict.law: verdict for verdict in check(Renamed())}
+    assert found["golden"] == ("pass", "golden", "value and gradient of 2 golden cases of GRPOLoss")
+
+
+def test_the_line_that_raised_is_found_in_a_folder_called_torch(tmp_path):
+    folder = tmp_path / "torch" / "mine"
+    folder.mkdir(parents=True)
+    shutil.copy(MUTANTS / "raises.py", folder)
+    assert verdicts(f"{folder}/raises.py:Always")["repeatable"].detail.endswith("(raises.py, line 14)")
+
+
+def test_a_constructor_that_raises_is_told_in_one_sentence():
+    with pytest.raises(
+        ConfigError, match=r"raises.py:Built cannot be built: it raised OutOfBudget: none to begin with \(raises.py, line 33\)"
+    ):
+        resolve([f"{MUTANTS}/raises.py:Built"])
 
 
 def test_a_loss_that_could_declare_itself_centred_is_told_so():

@@ -8,7 +8,6 @@ class Declared(PolicyLoss):
     """Declares the mean over tokens, and divides by the length of the sequence as well."""
 
     averaging = "token"
-    elementwise = True
 
     def per_token(self, logprobs: Tensor, advantages: Tensor, padding_mask: Tensor, *, old_logprobs: Tensor) -> Tensor:
         ratio = torch.exp(logprobs - old_logprobs)
@@ -19,7 +18,6 @@ class OfItsMicroBatch(PolicyLoss):
     """Scales by the tokens of the micro-batch that it happens to see."""
 
     averaging = "token"
-    elementwise = True
 
     def per_token(self, logprobs: Tensor, advantages: Tensor, padding_mask: Tensor) -> Tensor:
         return -torch.exp(logprobs - logprobs.detach()) * advantages * 12 / padding_mask.sum().clamp(min=1)

@@ -26,6 +26,26 @@ class LogOfZero(PolicyLoss):
         return advantages * torch.log(1 - logprobs.exp())
 
 
+class LogOfEntropy(PolicyLoss):
+    """A token that was certain has entropy 0."""
+
+    averaging = "token"
+    elementwise = True
+
+    def per_token(self, logprobs: Tensor, advantages: Tensor, entropy: Tensor) -> Tensor:
+        return -advantages * logprobs - 0.01 * entropy.log()
+
+
+class RootOfEntropy(PolicyLoss):
+    """Its value is finite at entropy 0, its slope there is not."""
+
+    averaging = "token"
+    elementwise = True
+
+    def per_token(self, logprobs: Tensor, advantages: Tensor, entropy: Tensor) -> Tensor:
+        return -advantages * logprobs - 0.01 * entropy.sqrt()
+
+
 class Product(torch.nn.Module):
     """A product of ratios over a sequence."""
 
