@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 
+from parallel.context import CutRow
+
 NAME = "packed"  # as transformers' `attn_implementation`
 
 # Causal, with fewer key-value heads than query heads: asked for under other names from one torch to the next.
@@ -25,6 +27,7 @@ class Segments:
 
     cu_seqlens: Tensor  # [B + 1] int32
     max_seqlen: int
+    row: CutRow | None = None  # where several ranks share the row
 
     @functools.cached_property
     def by_length(self) -> tuple[Tensor, ...]:
@@ -85,7 +88,10 @@ def packed_attention(
         )
     q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))  # [N, H, D]
     kernel = KERNELS.get((q.device.type, q.dtype), per_length)
-    return kernel(q, k, v, segments, scaling)[None], None
+    if segments.row is None:
+        return kernel(q, k, v, segments, scaling)[None], None
+    q, k, v = (segments.row.heads_for_tokens(t) for t in (q, k, v))
+    return segments.row.tokens_for_heads(kernel(q, k, v, segments, scaling))[None], None
 
 
 AttentionInterface.register(NAME, packed_attention)

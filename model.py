@@ -10,15 +10,15 @@ import numpy as np
 import torch
 from huggingface_hub import save_torch_state_dict
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import attention
 from batch import IDLE, Batch, Episode, plan_rows, to_batch
 from head import Share, VocabShard, logprobs_from_hidden, loss_from_hidden
+from parallel.context import Context, from_all_ranks
 from parallel.memory import explained
-from parallel.placement import device_of, holds, share
+from parallel.placement import Grid, device_of, holds, share
 from parallel.plans import parallelize
 from parallel.weights import Bucket, blend
 
@@ -58,46 +58,56 @@ class ModelSource:
 class ResponseLogprobs(nn.Module):
     """The language model and its head as one forward, so that FSDP gathers the head's weight for it."""
 
-    def __init__(self, lm: nn.Module, temperature: float, tp: DeviceMesh | None = None):
-        """tp: ranks that hold the head whole and compute a part of the vocabulary each."""
+    def __init__(self, lm: nn.Module, temperature: float, grid: Grid | None = None):
+        """grid: whose "tp" ranks hold the head whole and compute a part of the vocabulary each, and whose "cp" ranks share a row."""
         super().__init__()
         self.lm = lm
         self.temperature = temperature
         self.words, self.shard = slice(None), None
-        if tp is not None and tp.size() > 1:
+        self.context = Context(grid.group("cp"), grid.cp, grid.index("cp")) if grid is not None and grid.cp > 1 else None
+        if grid is not None and grid.tp > 1:
             vocabulary = len(lm.get_output_embeddings().weight)
-            first, last = (vocabulary * r // tp.size() for r in (tp.get_local_rank(), tp.get_local_rank() + 1))
-            self.words, self.shard = slice(first, last), VocabShard(tp.get_group(), first, vocabulary)
+            first, last = (vocabulary * r // grid.tp for r in (grid.index("tp"), grid.index("tp") + 1))
+            self.words, self.shard = slice(first, last), VocabShard(grid.group("tp"), first, vocabulary)
 
     def forward(self, batch: Batch, share: Share | None = None) -> tuple[Tensor, ...]:
         """log-probs and entropy of the response tokens, fp32 [M] each, at the sampling temperature.
 
         With `share` (see head.loss_from_hidden) the loss comes first, and the other two have no gradient.
         """
+        row = None if self.context is None else self.context.row(len(batch.token_ids))
+        own = slice(None) if row is None else row.own
         hidden = self.lm.model(
-            input_ids=batch.token_ids[None],
-            position_ids=batch.positions[None],
+            input_ids=batch.token_ids[None, own],
+            position_ids=batch.positions[None, own],
             use_cache=False,
-            segments=attention.Segments(batch.cu_seqlens, batch.max_seqlen),
+            segments=attention.Segments(batch.cu_seqlens, batch.max_seqlen, row),
         ).last_hidden_state[0]
+        rows, targets = batch.rows, batch.targets
+        if row is not None:
+            here = (rows >= own.start) & (rows < own.stop)
+            rows, targets = rows[here] - own.start, targets[here]
         head = self.lm.get_output_embeddings()
         softcap = self.lm.config.get_text_config().to_dict().get("final_logit_softcapping")
         bias = None if head.bias is None else head.bias[self.words]
         weight = head.weight if self.shard is None else head.weight[self.words]
-        inputs = (hidden[batch.rows], weight, batch.targets)
+        inputs = (hidden[rows], weight, targets)
         options: dict[str, Any] = {"temperature": self.temperature, "bias": bias, "softcap": softcap, "entropy": True, "shard": self.shard}
         scored = logprobs_from_hidden(*inputs, **options) if share is None else loss_from_hidden(*inputs, share, **options)
-        assert scored[-1] is not None
-        return scored  # type: ignore[return-value]
+        found = tuple(values for values in scored if values is not None)
+        if row is None:
+            return found
+        counts = [int(((batch.rows >= first) & (batch.rows < last)).sum()) for first, last in row.bounds]
+        return tuple(from_all_ranks(values, counts, row.context) for values in found)
 
 
 class Model:
-    """A handle every rank holds. Outside `mesh` it has no local module and its share of any work is []."""
+    """A handle every rank holds. Outside `grid` it has no local module and its share of any work is []."""
 
     def __init__(
         self,
         source: ModelSource,
-        mesh: DeviceMesh,
+        grid: Grid,
         *,
         dtype: str,
         temperature: float,
@@ -106,26 +116,26 @@ class Model:
     ):
         """Load the checkpoint and spread it. dtype: of the computation; a trainable model keeps its weights in fp32.
 
-        max_tokens: in one forward pass of one replica. Collective over `mesh`.
+        max_tokens: in one forward pass of one replica. Collective over `grid`.
         """
-        self.mesh, self.max_tokens, self.source = mesh, max_tokens, source
+        self.grid, self.max_tokens, self.source = grid, max_tokens, source
         self.dtype: torch.dtype = getattr(torch, dtype)
         self.tp_partial: list[nn.Parameter] = []  # gradients to be summed over the mesh's "tp" axis
         self.refreshes = 0  # how often its weights were taken from the policy
         self._module: ResponseLogprobs | None = None
-        if not holds(mesh):
+        if not holds(grid):
             return
-        self.device = device_of(mesh)
+        self.device = device_of(grid)
         lm = self.source.read(AutoModelForCausalLM, dtype="auto", attn_implementation=attention.NAME)
         scales = {key: lm.config.to_dict().get(key, 1) for key in ("logits_scaling", "logit_scale")}
         if any(scale not in (1, None) for scale in scales.values()):
             raise ValueError(f"model={source.name} scales its logits ({scales}), which the head does not support")
         if not trainable:
             lm.requires_grad_(False)
-        self._module = ResponseLogprobs(lm, temperature, mesh["tp"])
+        self._module = ResponseLogprobs(lm, temperature, grid)
         weights = torch.float32 if trainable else self.dtype
         with explained("loading the model", "the model's size, or give its role more ranks (services, parallelism)"):
-            self.tp_partial = parallelize(self._module, lm, mesh, self.device, weights=weights, compute=self.dtype)
+            self.tp_partial = parallelize(self._module, lm, grid, self.device, weights=weights, compute=self.dtype)
 
     @property
     def is_local(self) -> bool:
@@ -134,7 +144,7 @@ class Model:
     @property
     def local(self) -> ResponseLogprobs:
         """This rank's shards. Asking for them outside the mesh is a bug in the caller."""
-        assert self._module is not None, f"this rank is not in {self.mesh} and holds no part of the model"
+        assert self._module is not None, f"this rank is not among {self.grid.ranks} and holds no part of the model"
         return self._module
 
     @property
@@ -156,8 +166,8 @@ class Model:
 
         A replica that has run out of episodes gets an idle row, since a forward pass is a collective.
         """
-        plan = plan_rows([len(e.token_ids) for e in episodes], self.mesh.size(0), self.max_tokens)
-        return [[episodes[i] for i in row] or [IDLE] for rows in share(plan, self.mesh) for row in rows]
+        plan = plan_rows([len(e.token_ids) for e in episodes], self.grid.num_replicas, self.max_tokens)
+        return [[episodes[i] for i in row] or [IDLE] for rows in share(plan, self.grid) for row in rows]
 
     @torch.no_grad()
     @explained("scoring", "training.max_tokens_per_batch, training.seq_len or generator.gpu_memory_utilization")
@@ -165,7 +175,7 @@ class Model:
         """Log-probs of the response tokens, [R] each, of this rank's share of `episodes`. Collective over the mesh."""
         if not self.is_local:
             return []
-        mine = share(episodes, self.mesh)
+        mine = share(episodes, self.grid)
         rows = plan_rows([len(e.token_ids) for e in mine], 1, self.max_tokens)[0]
         scored: list[np.ndarray] = [np.zeros(0, np.float32)] * len(mine)
         for row in rows + [[]] * (self._most_rows(episodes) - len(rows)):
@@ -179,7 +189,7 @@ class Model:
     def _most_rows(self, episodes: list[Episode]) -> int:
         """Forward passes of the replica with the most of them: every replica makes as many."""
         lengths = [len(e.token_ids) for e in episodes]
-        count = self.mesh.size(0)
+        count = self.grid.num_replicas
         return max(len(plan_rows(lengths[r::count], 1, self.max_tokens)[0]) for r in range(count))
 
     def refresh(self, buckets: Iterator[Bucket], *, mix: float) -> None:
@@ -201,7 +211,7 @@ class Model:
         """
         if not self.is_local:
             return
-        first = tuple(self.mesh.get_coordinate() or ()) == (0, 0)
+        first = self.grid.is_first
         weights = {}
         for name, shard in self.shards().items():
             tensor = shard.detach().to(self.dtype)

@@ -44,7 +44,7 @@ class Objective:
     def of_step(self, episodes: list[Episode], rows: list[Row], model: Model) -> "Step":
         """The loss of one optimizer step. Collective over the model's mesh."""
         lengths = [int(e.loss_mask.sum()) for e in episodes]
-        step = Step(self, model.device, sampled=episodes[0].gen_logprobs is not None)
+        step = Step(self, model.device, sampled=episodes[0].gen_logprobs is not None, whole_rows=model.grid.cp == 1)
         whole = is_whole_batch(self.loss)
         if whole or self.top_entropy < 1:
             logprobs, entropy = _first_pass(episodes, rows, model)
@@ -118,6 +118,7 @@ class Step:
     objective: Objective
     device: torch.device
     sampled: bool  # its episodes come with the sampler's log-probs
+    whole_rows: bool  # this rank's head sees all tokens of a row
     value: float | None = None  # of a whole-batch loss
     gradients: dict[int, np.ndarray] = field(default_factory=dict)  # of a whole-batch loss, by id(episode): d loss / d logprobs [R]
     shares: dict[int, float] = field(default_factory=dict)  # by id(episode): the weight of each of its tokens
@@ -140,7 +141,7 @@ class Step:
 
     def by_chunks(self, row: Row) -> Share | None:
         """This row's part of the step's loss as the head's fast path asks for it, chunk by chunk; None where tokens need each other."""
-        if not self.objective.elementwise:
+        if not self.objective.elementwise or not self.whole_rows:
             return None
         columns = self._columns(row, _concatenate)
 
@@ -257,8 +258,8 @@ def _first_pass(episodes: list[Episode], rows: list[Row], model: Model) -> tuple
             ends = np.cumsum([e.num_response_tokens for e in row])[:-1]
             parts = [np.split(t, ends) for t in flat]
             mine |= {places[id(e)]: pair for e, *pair in zip(row, *parts, strict=True) if id(e) in places}
-    gathered: list[dict[int, list[np.ndarray]]] = [{} for _ in range(model.mesh.size(0))]
-    dist.all_gather_object(gathered, mine, group=model.mesh.get_group("dp"))
+    gathered: list[dict[int, list[np.ndarray]]] = [{} for _ in range(model.grid.num_replicas)]
+    dist.all_gather_object(gathered, mine, group=model.grid.group("dp"))
     known = {i: pair for shard in gathered for i, pair in shard.items()}
     return [known[i][0] for i in range(len(episodes))], [known[i][1] for i in range(len(episodes))]
 

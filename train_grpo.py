@@ -113,10 +113,10 @@ def train(cfg: Config, place: Placement, output: Path, dataset: DatasetConfig, l
             # 2. Score: with the reference, with the policy where its own log-probs are the ratio's denominator, and by the rewards.
             if reference:
                 with clock.phase("logp_ref"):
-                    attach("ref_logprobs", episodes, everyone(reference.logprobs(episodes), reference.mesh, place))
+                    attach("ref_logprobs", episodes, everyone(reference.logprobs(episodes), reference.grid, place))
             if grpo.rescores(training):
                 with clock.phase("logp_old"):
-                    attach("old_logprobs", episodes, everyone(policy.logprobs(episodes), policy.mesh, place))
+                    attach("old_logprobs", episodes, everyone(policy.logprobs(episodes), policy.grid, place))
             advantages = credit(groups, episodes, advantage, kl_in_reward=grpo.kl_in_reward, weights=scorer.weights)
             numbers = group_metrics(groups, advantages, step) | {"policy_version": published}
 

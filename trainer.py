@@ -140,9 +140,9 @@ class Trainer:
         if not self.model.is_local:
             return {}
         rows = self.model.rows(episodes)
-        device, dp = self.model.device, self.model.mesh.get_group("dp")
+        device, grid = self.model.device, self.model.grid
+        dp = grid.group("dp")
         loss = self.objective.of_step(episodes, rows, self.model)
-        replicas = self.model.mesh.size(0)
         stats: TokenStats | None = None
         total = torch.zeros((), dtype=torch.float64, device=device)
         for row in rows:
@@ -155,7 +155,7 @@ class Trainer:
                 share, *scores = self.model.local(batch, by_chunks)
                 with torch.no_grad():
                     _, metrics, mask = loss.row(row, *(_grid(values, batch) for values in scores))
-            (share * replicas).backward()  # undo FSDP's average over replicas: the weights are shares of the whole step
+            (share * grid.num_shards).backward()  # undo FSDP's average: the weights are shares of the whole step
             total += share.detach()
             stats = stats or TokenStats(means=tuple(dict.fromkeys((*TOKEN_MEANS, *metrics))), device=device)
             for name, values in metrics.items():
@@ -172,7 +172,7 @@ class Trainer:
     def _step(self, step: int) -> dict[str, float]:
         for p in self.model.tp_partial:
             if p.grad is not None:
-                dist.all_reduce(_local(p.grad), group=self.model.mesh.get_group("tp"))
+                dist.all_reduce(_local(p.grad), group=self.model.grid.group("tp"))
         norms = self._norms({name: p.grad for name, p in self._parameters.items() if p.grad is not None})
         norm = norms.pop("all")
         if not math.isfinite(norm):
@@ -206,17 +206,18 @@ class Trainer:
 
     def _norms(self, tensors: dict[str, Tensor]) -> dict[str, float]:
         """L2 norms, by module group and of all, of tensors sharded like the parameters of the same names, over all their meshes."""
-        mesh = self.model.mesh
+        grid = self.model.grid
         groups = list(MODULE_GROUPS)
         sums = torch.zeros(2, len(groups), dtype=torch.float64, device=self.model.device)
         for name, tensor in tensors.items():
             parameter = _sharded(self._parameters[name])
             copies = math.prod(parameter.device_mesh.size(i) for i, p in enumerate(parameter.placements) if p.is_replicate())
             square = _local(tensor).norm(dtype=torch.float32).double().square() / copies
-            sums[parameter.device_mesh.ndim - 1, groups.index(module_group(name))] += square
-        dist.all_reduce(sums, group=mesh.get_group("dp"))
-        if mesh.size(1) > 1:
-            dist.all_reduce(both := sums[1].clone(), group=mesh.get_group("tp"))
+            cut = "tp" in (parameter.device_mesh.mesh_dim_names or ())
+            sums[int(cut), groups.index(module_group(name))] += square
+        dist.all_reduce(sums, group=grid.shards)
+        if grid.tp > 1:
+            dist.all_reduce(both := sums[1].clone(), group=grid.group("tp"))
             sums[1] = both
         squares = sums.sum(0).tolist()
         return {g: math.sqrt(x) for g, x in zip(groups, squares, strict=True)} | {"all": math.sqrt(sum(squares))}

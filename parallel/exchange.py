@@ -11,12 +11,11 @@
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 
-from parallel.placement import Placement, speaks_for
+from parallel.placement import Grid, Placement, speaks_for
 
 
-def everyone(items: list, source: DeviceMesh, place: Placement) -> list:
+def everyone(items: list, source: Grid, place: Placement) -> list:
     """Give every rank the items that `source` produced, in the order in which `share` dealt the work out.
 
     Plain Python data only: a step's token ids and log-probs are a few MB, and once every rank holds them, filtering, weighting
@@ -24,7 +23,7 @@ def everyone(items: list, source: DeviceMesh, place: Placement) -> list:
     """
     shards: list[list] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(shards, items if speaks_for(source) else [], group=place.objects)
-    shards = [shards[rank] for rank in source.mesh[:, 0].tolist()]  # one spokesman per replica
+    shards = [shards[rank] for rank in source.spokesmen]
     total = sum(map(len, shards))
     return [shards[i % len(shards)][i // len(shards)] for i in range(total)]
 

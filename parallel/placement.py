@@ -48,8 +48,10 @@ class ServicesConfig:
 
 @dataclass(kw_only=True)
 class ParallelismConfig:
+    data_parallel_replicate_degree: int = 1  # copies of the trainer's sharded weights (HSDP); they get different rows
     data_parallel_shard_degree: int = -1  # FSDP2 ranks of the trainer; -1: all that the other degrees leave
     tensor_parallel_degree: int = 1  # ranks that share each layer of trainer and reference
+    context_parallel_degree: int = 1  # ranks that share each row of tokens of trainer and reference
     pipeline_parallel_degree: int = 1  # 1; more is not supported yet
 
     def check(self) -> None:
@@ -58,23 +60,40 @@ class ParallelismConfig:
                 f"pipeline_parallel_degree={self.pipeline_parallel_degree}: pipeline parallelism is not supported; set it to 1 and use "
                 f"tensor_parallel_degree or data_parallel_shard_degree"
             )
-        if self.tensor_parallel_degree < 1:
-            raise ValueError(f"tensor_parallel_degree={self.tensor_parallel_degree}: must be at least 1")
+        for key in ("data_parallel_replicate_degree", "tensor_parallel_degree", "context_parallel_degree"):
+            if vars(self)[key] < 1:
+                raise ValueError(f"{key}={vars(self)[key]}: must be at least 1")
         if self.data_parallel_shard_degree < 1 and self.data_parallel_shard_degree != -1:
             raise ValueError(f"data_parallel_shard_degree={self.data_parallel_shard_degree}: must be at least 1, or -1 for the rest")
 
 
+    @property
+    def ranks_per_replica(self) -> int:
+        return self.context_parallel_degree * self.tensor_parallel_degree
+
+    def product(self) -> str:
+        """The degrees as a message names them; those that are 1 by default only where they are not."""
+        named = {
+            "data_parallel_replicate_degree": self.data_parallel_replicate_degree,
+            "context_parallel_degree": self.context_parallel_degree,
+        }
+        more = "".join(f"{name}={degree} x " for name, degree in named.items() if degree > 1)
+        return f"{more}tensor_parallel_degree={self.tensor_parallel_degree} x data_parallel_shard_degree={self.data_parallel_shard_degree}"
+
+
 @dataclass(frozen=True)
 class RolePlan:
-    """Ranks of one role as a grid: `num_replicas` rows (data-parallel) of `tp` ranks each."""
+    """Ranks of one role, in the order replicate, shard, cp, tp (the last fastest): `num_replicas` replicas of `cp x tp` ranks each."""
 
     ranks: list[int]
     tp: int = 1
+    cp: int = 1
+    replicate: int = 1
     on_cpu: bool = False
 
     @property
     def num_replicas(self) -> int:
-        return len(self.ranks) // self.tp
+        return len(self.ranks) // (self.tp * self.cp)
 
 
 @dataclass(frozen=True)
@@ -100,26 +119,27 @@ class Plan:
 
         ValueError, with the table of what was asked for, when they do not fit.
         """
-        tp, shards = parallelism.tensor_parallel_degree, parallelism.data_parallel_shard_degree
+        tp, cp, shards = parallelism.tensor_parallel_degree, parallelism.context_parallel_degree, parallelism.data_parallel_shard_degree
+        replicate, replica = parallelism.data_parallel_replicate_degree, parallelism.ranks_per_replica
         generator_tp = services.generator.procs if services else 1
         cpu_reference = bool(services and services.ref_model and not services.ref_model.with_gpus)
         if services is None or colocate:
-            least = max(generator_tp, tp * max(shards, 1))
+            least = max(generator_tp, replica * replicate * max(shards, 1))
             world = world_size or least
-            if world % tp:
+            if world % (replica * replicate):
+                alone = replica * replicate == tp
+                degrees = f"parallelism.tensor_parallel_degree={tp}" if alone else f"the product of parallelism ({parallelism.product()})"
+                raise ValueError(f"all roles share {world} ranks, which {degrees} does not divide; start a multiple")
+            if shards not in (-1, world // (replica * replicate)):
                 raise ValueError(
-                    f"all roles share {world} ranks, which parallelism.tensor_parallel_degree={tp} does not divide; start a multiple"
-                )
-            if shards not in (-1, world // tp):
-                raise ValueError(
-                    f"all roles share {world} ranks, but parallelism asks the trainer for tensor_parallel_degree={tp} x "
-                    f"data_parallel_shard_degree={shards}; start {least} ranks, or set data_parallel_shard_degree: -1"
+                    f"all roles share {world} ranks, but parallelism asks the trainer for {parallelism.product()}; start {least} ranks, or "
+                    f"set data_parallel_shard_degree: -1"
                 )
             if world % generator_tp:
                 raise ValueError(f"services.generator.procs={generator_tp} does not divide the {world} ranks that all roles share")
             everyone = list(range(world))
-            reference = RolePlan(everyone, tp, cpu_reference) if wants_reference else None
-            return cls(world, RolePlan(everyone, tp), RolePlan(everyone, generator_tp), reference)
+            reference = RolePlan(everyone, tp, cp, on_cpu=cpu_reference) if wants_reference else None
+            return cls(world, RolePlan(everyone, tp, cp, replicate), RolePlan(everyone, generator_tp), reference)
 
         asked = [("trainer", services.trainer.procs, tp)]
         if services.ref_model and services.ref_model.with_gpus:
@@ -130,18 +150,18 @@ class Plan:
             bounds[name] = list(range(first, first + count))
             first += count
         problems = []
-        needed = tp * max(shards, 1)
-        if services.trainer.procs % tp or (shards != -1 and services.trainer.procs != needed):
+        needed = replica * replicate * max(shards, 1)
+        if services.trainer.procs % (replica * replicate) or (shards != -1 and services.trainer.procs != needed):
             first += needed - services.trainer.procs  # what follows speaks of the roles as they would then be
             problems.append(
-                f"services.trainer.procs={services.trainer.procs}, but parallelism asks for tensor_parallel_degree={tp} x "
-                f"data_parallel_shard_degree={shards} = {needed} ranks; set services.trainer.procs: {needed}, or "
-                f"data_parallel_shard_degree: -1"
+                f"services.trainer.procs={services.trainer.procs}, but parallelism asks for {parallelism.product()} = {needed} ranks; set "
+                f"services.trainer.procs: {needed}, or data_parallel_shard_degree: -1"
             )
-        if "ref_model" in bounds and len(bounds["ref_model"]) % tp:
+        if "ref_model" in bounds and len(bounds["ref_model"]) % replica:
             problems.append(
-                f"services.ref_model.procs={len(bounds['ref_model'])} is not a multiple of tensor_parallel_degree={tp}; "
-                f"set services.ref_model.procs: {tp}"
+                f"services.ref_model.procs={len(bounds['ref_model'])} is not a multiple of "
+                f"{f'tensor_parallel_degree={tp}' if cp == 1 else f'context_parallel_degree={cp} x tensor_parallel_degree={tp}'}; "
+                f"set services.ref_model.procs: {replica}"
             )
         if world_size is not None and world_size < first:
             fewer = "set ref_model.with_gpus: false or remove ref_model (with beta 0), " if "ref_model" in bounds else ""
@@ -156,8 +176,8 @@ class Plan:
             raise ValueError("the services do not fit:\n" + rows + "".join(f"\n  - {p}" for p in problems))
         ref = None
         if services.ref_model:
-            ref = RolePlan(bounds["trainer"], tp, True) if cpu_reference else RolePlan(bounds["ref_model"], tp)
-        return cls(first, RolePlan(bounds["trainer"], tp), RolePlan(bounds["generator"], generator_tp), ref)
+            ref = RolePlan(bounds["trainer"], tp, cp, on_cpu=True) if cpu_reference else RolePlan(bounds["ref_model"], tp, cp)
+        return cls(first, RolePlan(bounds["trainer"], tp, cp, replicate), RolePlan(bounds["generator"], generator_tp), ref)
 
     def table(self) -> str:
         """The rank table, as `--plan` and the start of a run print it."""
@@ -168,7 +188,10 @@ class Plan:
                 continue
             kind = "engines" if name == "generator" else "FSDP shards"
             note = " (on the CPU)" if role.on_cpu else ""
-            lines.append(f"  {name:<11} {_span(role.ranks):<14} {role.num_replicas} {kind} x TP {role.tp}{note}")
+            copies = f"{role.replicate} x " if role.replicate > 1 else ""
+            more = f" x CP {role.cp}" if role.cp > 1 else ""
+            count = f"{copies}{role.num_replicas // role.replicate} {kind}{more} x TP {role.tp}"
+            lines.append(f"  {name:<11} {_span(role.ranks):<14} {count}{note}")
         return "\n".join(lines)
 
 
@@ -176,15 +199,68 @@ def _span(ranks: list[int]) -> str:
     return f"{ranks[0]}" if len(ranks) == 1 else f"{ranks[0]}-{ranks[-1]}"
 
 
+class Grid:
+    """A role's ranks as meshes. Every rank of the world makes every grid, in the same order; `holds` says who is in it.
+
+    Replicas ("dp") get different rows; the ranks of a replica compute the same rows together, "cp" cutting a row's tokens and "tp" a
+    layer's matrices. Weights are sharded over what is not "tp", in `replicate` copies.
+    """
+
+    def __init__(self, role: RolePlan, device_type: str):
+        ranks = torch.tensor(role.ranks)
+        self.ranks, self.device_type = role.ranks, device_type
+        self.num_replicas, self.cp, self.tp = role.num_replicas, role.cp, role.tp
+        self.work = DeviceMesh(device_type, ranks.view(-1, role.cp, role.tp), mesh_dim_names=("dp", "cp", "tp"))
+        self.weights = self.work
+        if role.cp > 1 or role.replicate > 1:
+            names = ("replicate", "shard", "tp")
+            self.weights = DeviceMesh(device_type, ranks.view(role.replicate, -1, role.tp), mesh_dim_names=names)
+        # The ranks that hold different parts of the weights that "tp" does not cut.
+        self.shards: dist.ProcessGroup | None = None
+        for column in ranks.view(-1, role.tp).T.tolist():
+            group = dist.new_group(column)
+            self.shards = group if dist.get_rank() in column else self.shards
+        self._replicate = role.replicate
+
+    def group(self, axis: str) -> dist.ProcessGroup:
+        """This rank's, along "dp", "cp" or "tp"."""
+        return self.work.get_group(axis)
+
+    def index(self, axis: str) -> int:
+        """This rank's place along "dp", "cp" or "tp"."""
+        return self.work.get_local_rank(axis)
+
+    @property
+    def fsdp(self) -> DeviceMesh:
+        """What `fully_shard` takes: one axis, or two with copies."""
+        if self.weights is self.work:
+            return self.work["dp"]
+        return self.weights["replicate", "shard"] if self._replicate > 1 else self.weights["shard"]
+
+    @property
+    def num_shards(self) -> int:
+        """Ranks over which FSDP averages gradients."""
+        return self.num_replicas * self.cp
+
+    @property
+    def spokesmen(self) -> list[int]:
+        """The first rank of each replica."""
+        return self.ranks[:: self.cp * self.tp]
+
+    @property
+    def is_first(self) -> bool:
+        return dist.get_rank() == self.ranks[0]
+
+
 @dataclass(frozen=True)
 class Placement:
-    """The plan as meshes and groups. Every mesh has axes ("dp", "tp")."""
+    """The plan as meshes and groups."""
 
     plan: Plan
     device: torch.device  # of this rank
-    trainer: DeviceMesh
-    generator: DeviceMesh
-    reference: DeviceMesh | None
+    trainer: Grid
+    generator: Grid
+    reference: Grid | None
     objects: dist.ProcessGroup  # gloo over the world, for Python objects and control
     trainer_group: dist.ProcessGroup  # the trainer's ranks, flat
     replica: dist.ProcessGroup | None  # this rank's engine replica; None outside the generator
@@ -207,13 +283,13 @@ class Placement:
             dist.init_process_group("gloo", timeout=timeout)
         if dist.get_world_size() != plan.world_size:
             raise ValueError(f"the plan is for {plan.world_size} ranks and torchrun started {dist.get_world_size()}")
-        trainer = _mesh(plan.trainer, device_type)
-        generator = _mesh(plan.generator, device_type)
-        reference = _mesh(plan.reference, "cpu" if plan.reference.on_cpu else device_type) if plan.reference else None
+        trainer = Grid(plan.trainer, device_type)
+        generator = Grid(plan.generator, device_type)
+        reference = Grid(plan.reference, "cpu" if plan.reference.on_cpu else device_type) if plan.reference else None
         objects = dist.new_group(backend="gloo")
         trainer_group = dist.new_group(plan.trainer.ranks)
         replica = None
-        for row in generator.mesh.tolist():
+        for row in generator.work.mesh.flatten(1).tolist():
             group = dist.new_group(row)
             if dist.get_rank() in row:
                 replica = group
@@ -236,28 +312,28 @@ class Placement:
         return dist.get_rank() == self.root
 
 
-def holds(mesh: DeviceMesh) -> bool:
-    """Is this rank in the mesh?"""
-    return mesh.get_coordinate() is not None
+def holds(grid: Grid) -> bool:
+    """Is this rank in the grid?"""
+    return dist.get_rank() in grid.ranks
 
 
-def share(items: list, mesh: DeviceMesh) -> list:
-    """This rank's part of the work: every dp-th item, the same for all ranks of one replica, [] outside the mesh."""
-    return items[mesh.get_local_rank("dp") :: mesh.size(0)] if holds(mesh) else []
+def share(items: list, grid: Grid) -> list:
+    """This rank's part of the work: every dp-th item, the same for all ranks of one replica, [] outside the grid."""
+    return items[grid.index("dp") :: grid.num_replicas] if holds(grid) else []
 
 
-def speaks_for(mesh: DeviceMesh) -> bool:
-    """One rank per replica reports results; its tensor-parallel peers computed the same ones."""
-    return holds(mesh) and mesh.get_local_rank("tp") == 0
+def speaks_for(grid: Grid) -> bool:
+    """One rank per replica reports results; its peers computed the same ones."""
+    return dist.get_rank() in grid.spokesmen
 
 
-def shares_ranks(a: DeviceMesh, b: DeviceMesh) -> bool:
-    return bool(set(a.mesh.flatten().tolist()) & set(b.mesh.flatten().tolist()))
+def shares_ranks(a: Grid, b: Grid) -> bool:
+    return bool(set(a.ranks) & set(b.ranks))
 
 
-def device_of(mesh: DeviceMesh) -> torch.device:
-    """Where this rank's part of a model on `mesh` lives."""
-    return torch.device("cuda", torch.cuda.current_device()) if mesh.device_type == "cuda" else torch.device(mesh.device_type)
+def device_of(grid: Grid) -> torch.device:
+    """Where this rank's part of a model on `grid` lives."""
+    return torch.device("cuda", torch.cuda.current_device()) if grid.device_type == "cuda" else torch.device(grid.device_type)
 
 
 def _device_type(device: str) -> str:
@@ -274,6 +350,3 @@ def _free_port() -> int:
         listener.bind(("127.0.0.1", 0))
         return listener.getsockname()[1]
 
-
-def _mesh(role: RolePlan, device_type: str) -> DeviceMesh:
-    return DeviceMesh(device_type, torch.tensor(role.ranks).view(-1, role.tp), mesh_dim_names=("dp", "tp"))

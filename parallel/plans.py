@@ -4,9 +4,10 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+
+from parallel.placement import Grid
 
 
 @dataclass(frozen=True)
@@ -33,31 +34,33 @@ PLANS = {"llama": LLAMA, "mistral": LLAMA, "qwen2": LLAMA, "qwen3": QWEN3}  # ke
 
 
 def parallelize(
-    root: nn.Module, model: nn.Module, mesh: DeviceMesh, device: torch.device, *, weights: torch.dtype, compute: torch.dtype
+    root: nn.Module, model: nn.Module, grid: Grid, device: torch.device, *, weights: torch.dtype, compute: torch.dtype
 ) -> list[nn.Parameter]:
-    """Cut `model` along "tp", then shard along "dp"; in place, block by block, so that one full block at a time is on the device.
+    """Cut `model` along "tp", then shard along the other axes; in place, block by block, so that one full block at a time is on the device.
 
     root: the module whose forward uses `model`; it gathers what is in no block. weights: dtype of the sharded parameters;
     compute: of the forward and backward passes. Returns the parameters whose gradients must be summed over "tp".
     ValueError when the family has no plan for tensor parallelism or its heads cannot be dealt out.
     """
-    tp = mesh["tp"].size()
+    tp = grid.tp
     plan = PLANS.get(model.config.model_type, Plan())
     if tp > 1:
         _check_tp(model, plan, tp)
+    if grid.cp > 1:
+        _check_cp(model, tp, grid.cp)
     precision = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32, cast_forward_inputs=False)
     partial: list[nn.Parameter] = []
     for block in model.get_submodule(plan.blocks):
         block.to(device=device, dtype=weights)
         if tp > 1:
-            parallelize_module(block, mesh["tp"], plan.tp, src_data_rank=None)
-        fully_shard(block, mesh=mesh["dp"], mp_policy=precision)
+            parallelize_module(block, grid.weights["tp"], plan.tp, src_data_rank=None)
+        fully_shard(block, mesh=grid.fsdp, mp_policy=precision)
         if tp > 1:
             partial += [p for path in plan.partial for p in block.get_submodule(path).parameters()]
     root.to(device=device)
     for parameter in root.parameters():
         parameter.data = parameter.data.to(weights)
-    fully_shard(root, mesh=mesh["dp"], mp_policy=precision, reshard_after_forward=False)
+    fully_shard(root, mesh=grid.fsdp, mp_policy=precision, reshard_after_forward=False)
     if tp > 1:
         # Each rank's head computes its part of the vocabulary, so the gradient of the whole weight adds up over "tp". A tied weight is
         # also the embedding's, whose gradient every rank has whole: each gives its part of that too.
@@ -71,6 +74,18 @@ def parallelize(
 def _divide_gradient(output: torch.Tensor, count: int) -> None:
     if output.requires_grad:
         output.register_hook(lambda gradient: gradient / count)
+
+
+def _check_cp(model: nn.Module, tp: int, cp: int) -> None:
+    """Ranks exchange tokens for heads: each gets its part of the query heads, and of the key-value heads or a copy of one."""
+    config = model.config.get_text_config()
+    heads, kv_heads = config.num_attention_heads // tp, config.num_key_value_heads // tp
+    if heads % cp or (kv_heads % cp and cp % kv_heads):
+        beside = f" (of tensor_parallel_degree={tp})" if tp > 1 else ""
+        raise ValueError(
+            f"parallelism.context_parallel_degree={cp} must divide a rank's {heads} attention heads, and divide or be a multiple of its "
+            f"{kv_heads} key-value heads{beside}"
+        )
 
 
 def _check_tp(model: nn.Module, plan: Plan, tp: int) -> None:

@@ -44,7 +44,7 @@ def score_share(
     """Sample and score this rank's share. Of a replica's ranks one scores, since all hold the same completions."""
     groups = generator.generate(prompts, n_samples, sampling)
     with clock.phase("reward"):
-        return [scorer.score(g) for g in groups] if speaks_for(generator.mesh) else groups
+        return [scorer.score(g) for g in groups] if speaks_for(generator.grid) else groups
 
 
 class HeldOut:

@@ -15,13 +15,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from transformers import AutoConfig
 
 from batch import Completion, Group, Prompt
 from model import ModelSource
 from parallel.memory import Remedy, Residency, allocated, capacity, empty_cache, explained, residency, training_bytes
-from parallel.placement import Placement, holds, share, shares_ranks
+from parallel.placement import Grid, Placement, holds, share, shares_ranks
 from parallel.sub_world import OwnRandomState, sub_world
 from parallel.weights import Bucket, checksum
 from rollout.sampling import Sampling, sample_seed
@@ -64,7 +63,7 @@ class Generator:
         dtype: of the trainer's computation; row_tokens: of its forward pass; policy_bytes: of the policy's shards on this rank, None:
         all that lives on the GPU, a reference included. Where the trainer shares the GPU they decide whether the engine must make room.
         """
-        self.mesh: DeviceMesh = place.generator
+        self.grid: Grid = place.generator
         self.seq_len = seq_len
         self.version = -1  # of the policy loaded last; -1: none yet, generate refuses
         self.dtype = getattr(torch, cfg.dtype or dtype)
@@ -72,14 +71,14 @@ class Generator:
         self._kv_asleep = False
         self._residency: Residency = "stays"  # while the policy trains
         self.live_bytes = 0  # of the engine's tensors on the GPU, as torch counts them
-        if not holds(self.mesh):
+        if not holds(self.grid):
             return
         assert place.replica is not None
         self._replica = place.replica
         self._rng = OwnRandomState()
         self._tokenizer = source.tokenizer()
-        self._sleeps = place.device.type == "cuda" and shares_ranks(self.mesh, place.trainer)
-        index = self.mesh.get_local_rank("dp")
+        self._sleeps = place.device.type == "cuda" and shares_ranks(self.grid, place.trainer)
+        index = self.grid.index("dp")
         before = allocated(place.device)
         arguments = self._arguments(source, cfg, place) | {"seed": seed + index} | cfg.engine
         threads, set_threads, precision = torch.get_num_threads(), torch.set_num_threads, torch.get_float32_matmul_precision()
@@ -107,7 +106,7 @@ class Generator:
 
     def _arguments(self, source: ModelSource, cfg: GeneratorConfig, place: Placement) -> dict[str, Any]:
         shape = _shape(source)
-        tp, heads = self.mesh.size(1), shape.num_attention_heads
+        tp, heads = self.grid.tp, shape.num_attention_heads
         if heads % tp:
             raise ValueError(f"services.generator.procs={tp} does not divide the model's {heads} attention heads")
         if self.seq_len > shape.max_position_embeddings:
@@ -154,7 +153,7 @@ class Generator:
 
     def generate(self, prompts: list[Prompt], n_samples: int, sampling: Sampling) -> list[Group]:
         """`n_samples` completions for each of this rank's share of `prompts`; the ranks of a replica return the same."""
-        mine = share(prompts, self.mesh)
+        mine = share(prompts, self.grid)
         if not mine:
             return []
         assert self.version >= 0, "generate before the first load"

@@ -84,13 +84,13 @@ class Replay(Generator):
     recorded: dict[int, Group]  # by the prompt's index
 
     def __init__(self, source: Any, cfg: Any, place: Placement, *limits: Any, **options: Any):
-        nowhere = SimpleNamespace(get_coordinate=lambda: None)  # as on a rank that does not generate
+        nowhere = SimpleNamespace(ranks=[])  # no rank is in it: no engine is started
         super().__init__(source, cfg, replace(place, generator=nowhere), *limits, **options)  # type: ignore[arg-type]
-        self.mesh = place.generator
+        self.grid = place.generator
 
     def generate(self, prompts: list[Prompt], n_samples: int, sampling: Sampling) -> list[Group]:
-        groups = [replace(self.recorded[p.index], rewards=[], reward_parts={}) for p in share(prompts, self.mesh)]
-        for group, prompt in zip(groups, share(prompts, self.mesh), strict=True):
+        groups = [replace(self.recorded[p.index], rewards=[], reward_parts={}) for p in share(prompts, self.grid)]
+        for group, prompt in zip(groups, share(prompts, self.grid), strict=True):
             assert group.prompt == prompt and len(group.completions) == n_samples, f"{prompt} was not recorded"
             versions = {c.policy_version for c in group.completions}
             assert versions == {self.version}, f"prompt {prompt.index}: recorded versions {versions}, now {self.version}"
@@ -98,7 +98,7 @@ class Replay(Generator):
 
     def load(self, buckets: Iterator, version: int) -> None:
         sent = [name for bucket in buckets for name, _, _ in bucket]
-        assert sent or not holds(self.mesh), "an engine was sent no weights"
+        assert sent or not holds(self.grid), "an engine was sent no weights"
         self.version = version
 
 

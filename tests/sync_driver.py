@@ -95,7 +95,7 @@ class Job:
     def gaps(self, groups: list[Group]) -> np.ndarray:
         """|engine's - policy's| log-prob of every sampled token."""
         episodes = to_episodes(groups, mask_truncated=False, old_from_sampler=False)
-        own = everyone(self.policy.logprobs(episodes), self.policy.mesh, self.place)
+        own = everyone(self.policy.logprobs(episodes), self.policy.grid, self.place)
         return np.concatenate([np.abs(e.gen_logprobs - values) for e, values in zip(episodes, own, strict=True)])
 
     def weights(self) -> dict[str, Tensor]:
@@ -312,7 +312,7 @@ def sampling(place: Placement, *, model: str, seeds: list[int], seeded: bool) ->
         torch.rand(1 + torch.distributed.get_rank())  # ranks do not agree about torch's global random numbers
         job.publish()
         how = replace(SAMPLED, seed=seed if seeded else None)
-        twice = [p for p in job.prompts([20, 20]) for _ in range(job.place.generator.size(0))]  # to every replica both
+        twice = [p for p in job.prompts([20, 20]) for _ in range(job.place.generator.num_replicas)]  # to every replica both
         groups = job.generator.generate(twice, 4, how) + job.generator.generate(twice, 4, how)
         runs.append(ids(groups))
         job.generator.close()

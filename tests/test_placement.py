@@ -69,6 +69,12 @@ def services(trainer: int, generator: int, *, replicas: int = 1, ref_model: int 
     return {"trainer": {"procs": trainer}, "ref_model": reference, "generator": {"procs": generator, "num_replicas": replicas}}
 
 
+def degrees(**of: int) -> dict[str, Any]:
+    """Degrees of parallelism by what they are of: replicate, tensor, context."""
+    names = {"replicate": "data_parallel_replicate_degree", "tensor": "tensor_parallel_degree", "context": "context_parallel_degree"}
+    return {"parallelism": {names[key]: degree for key, degree in of.items()}}
+
+
 TP2 = {"parallelism": {"tensor_parallel_degree": 2}}
 FAST = {
     "2 colocated": Layout("fresh", 2),
@@ -76,6 +82,8 @@ FAST = {
     "trainer 1, generator 1, stale": Layout("stale", 2, {"services": services(1, 1)}),
     "trainer TP 2 x FSDP 2, stale": Layout("stale", 4, TP2, replays=True),
     "trainer 1, generator TP 2": Layout("fresh", 3, {"services": services(1, 2)}),
+    "trainer HSDP 2 x 2": Layout("stale", 4, degrees(replicate=2), replays=True),
+    "trainer CP 2": Layout("stale", 2, degrees(context=2), replays=True),
 }
 SLOW = {
     "trainer 2, ref 1, generator 1, all real": Layout("fresh", 4, {"services": services(2, 1, ref_model=1)}),
@@ -99,6 +107,15 @@ SLOW = {
     "2 colocated, one scalar for the whole batch": Layout("whole_batch", 2, replays=True),
     "trainer TP 2 x FSDP 2, one scalar for the whole batch": Layout("whole_batch", 4, TP2, replays=True),
     "trainer 3, generator 1, averaged over tokens": Layout("by_token", 4, {"services": {"trainer": {"procs": 3}}}, replays=True),
+    "trainer HSDP 2 x 2 x TP 2": Layout("fresh", 8, degrees(replicate=2, tensor=2), replays=True),
+    "trainer CP 2 x FSDP 2": Layout("stale", 4, degrees(context=2), replays=True),
+    "trainer CP 2 x TP 2": Layout("fresh", 4, degrees(context=2, tensor=2), replays=True),
+    "trainer CP 4 for two episodes": Layout("two_episodes", 4, degrees(context=4), replays=True),
+    "trainer HSDP 2 x CP 2, ref CP 2, generator 1": Layout(
+        "fresh", 7, {"services": services(4, 1, ref_model=2)} | degrees(replicate=2, context=2), replays=True
+    ),
+    "trainer CP 2, one scalar for the whole batch": Layout("whole_batch", 2, degrees(context=2), replays=True),
+    "llama, trainer CP 2 x TP 2": Layout("stale", 4, degrees(context=2, tensor=2), replays=True, model=("llama", False)),
     "llama, trainer TP 2 x FSDP 2": Layout("stale", 4, TP2, replays=True, model=("llama", False)),
     "qwen2, trainer TP 2 x FSDP 2": Layout("stale", 4, TP2, replays=True, model=("qwen2", True)),
     "qwen3 untied, trainer 1, generator TP 2": Layout("fresh", 3, {"services": services(1, 2)}, model=("qwen3", False)),

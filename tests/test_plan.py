@@ -46,6 +46,32 @@ def test_the_guides_command_for_eight_gpus_is_planned_as_eight_ranks(planned):
     assert planned(*command, "--plan", ranks=2) == EIGHT_RANKS  # --plan says what is needed, wherever it is asked
 
 
+@pytest.mark.parametrize(("degrees", "ranks", "row"), [
+    (["data_parallel_replicate_degree=2"], 4, "  trainer     0-3            2 x 2 FSDP shards x TP 1"),
+    (["context_parallel_degree=2"], 4, "  trainer     0-3            2 FSDP shards x CP 2 x TP 1"),
+    (["data_parallel_replicate_degree=2", "context_parallel_degree=2", "tensor_parallel_degree=2"], 16,
+     "  trainer     0-15           2 x 2 FSDP shards x CP 2 x TP 2"),
+])  # fmt: skip
+def test_degrees_multiply_and_shards_take_the_rest(degrees, ranks, row, planned):
+    table = planned("model=m", *GIVEN, *(f"parallelism.{d}" for d in degrees), f"--plan={ranks}")
+    assert row in table.splitlines()
+
+
+@pytest.mark.parametrize(("arguments", "message"), [
+    (["parallelism.context_parallel_degree=2"],
+     "all roles share 3 ranks, which the product of parallelism (context_parallel_degree=2 x tensor_parallel_degree=1 x "
+     "data_parallel_shard_degree=-1) does not divide; start a multiple"),
+    (["parallelism.data_parallel_replicate_degree=3", "parallelism.data_parallel_shard_degree=2"],
+     "all roles share 3 ranks, but parallelism asks the trainer for data_parallel_replicate_degree=3 x tensor_parallel_degree=1 x "
+     "data_parallel_shard_degree=2; start 6 ranks, or set data_parallel_shard_degree: -1"),
+    (["parallelism.context_parallel_degree=0"], "parallelism.context_parallel_degree=0: must be at least 1"),
+])  # fmt: skip
+def test_degrees_that_three_ranks_cannot_have_are_refused_by_their_numbers(arguments, message, planned):
+    with pytest.raises(ValueError) as error:
+        planned("model=m", *GIVEN, *arguments, "--plan=3")
+    assert message in str(error.value)
+
+
 def test_a_plan_needs_no_model_data_reward_or_torchrun():
     # The guide's file names a model that nobody can read without asking its owner, and neither data nor rewards.
     command = [sys.executable, "train_grpo.py", "tests/data/guide/distributed.yaml", "trainer.procs=4", "generator.procs=4", "--plan"]

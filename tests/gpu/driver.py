@@ -84,7 +84,7 @@ class Job:
     def gap(self, groups: list[Group]) -> float:
         """Mean |engine's - policy's| log-prob of the sampled tokens."""
         episodes = to_episodes(groups, mask_truncated=False, old_from_sampler=False)
-        own = everyone(self.policy.logprobs(episodes), self.policy.mesh, self.place)
+        own = everyone(self.policy.logprobs(episodes), self.policy.grid, self.place)
         return float(np.concatenate([np.abs(e.gen_logprobs - values) for e, values in zip(episodes, own, strict=True)]).mean())
 
 

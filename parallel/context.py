@@ -1,0 +1,122 @@
+"""Context parallelism: the ranks of a replica cut a packed row's tokens among them and exchange tokens for heads in attention.
+
+Each rank has consecutive tokens of the row, and computes on them all that is done token by token. For attention it gives every other
+rank that rank's part of the heads and gets its own part of the heads for all tokens (DeepSpeed-Ulysses, 2309.14509): so the attention
+kernels see whole rows, and segments need no thought. Exact; a rank's heads must be divisible by the number of ranks.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+
+@dataclass(frozen=True)
+class Context:
+    group: dist.ProcessGroup
+    size: int
+    index: int
+
+    def row(self, tokens: int) -> "CutRow":
+        """How a row of `tokens` is cut: parts that differ by one token at most, some of them empty where there are too few."""
+        bounds = [(tokens * r // self.size, tokens * (r + 1) // self.size) for r in range(self.size)]
+        return CutRow(self, bounds)
+
+
+@dataclass(frozen=True)
+class CutRow:
+    context: Context
+    bounds: list[tuple[int, int]]  # [first, last) of each rank
+
+    @property
+    def own(self) -> slice:
+        return slice(*self.bounds[self.context.index])
+
+    @property
+    def lengths(self) -> list[int]:
+        return [last - first for first, last in self.bounds]
+
+    def heads_for_tokens(self, own: Tensor) -> Tensor:
+        """[n, H, D], this rank's tokens with all heads -> [N, H / size, D], all tokens with this rank's heads.
+
+        Of fewer heads than ranks each is repeated.
+        """
+        repeat = -(-self.context.size // own.shape[1]) if own.shape[1] < self.context.size else 1
+        return _ToHeads.apply(own.repeat_interleave(repeat, 1) if repeat > 1 else own, self)
+
+    def tokens_for_heads(self, part: Tensor) -> Tensor:
+        """The way back: [N, H / size, D] -> [n, H, D]."""
+        return _ToTokens.apply(part, self)
+
+
+def _to_heads(own: Tensor, row: CutRow) -> Tensor:
+    n, heads, width = own.shape
+    size, part = row.context.size, heads // row.context.size
+    sent = own.view(n, size, part, width).transpose(0, 1).contiguous()
+    got = own.new_empty(sum(row.lengths) * part * width)
+    dist.all_to_all_single(
+        got, sent.flatten(), [m * part * width for m in row.lengths], [n * part * width] * size, group=row.context.group
+    )
+    return got.view(-1, part, width)
+
+
+def _to_tokens(whole: Tensor, row: CutRow) -> Tensor:
+    _, part, width = whole.shape
+    size, n = row.context.size, row.lengths[row.context.index]
+    got = whole.new_empty(size * n * part * width)
+    dist.all_to_all_single(
+        got, whole.contiguous().flatten(), [n * part * width] * size, [m * part * width for m in row.lengths], group=row.context.group
+    )
+    return got.view(size, n, part, width).transpose(0, 1).reshape(n, size * part, width)
+
+
+class _ToHeads(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, own: Tensor, row: CutRow) -> Tensor:
+        ctx.row = row
+        return _to_heads(own, row)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return _to_tokens(gradient, ctx.row), None
+
+
+class _ToTokens(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, row: CutRow) -> Tensor:
+        ctx.row = row
+        return _to_tokens(whole, row)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return _to_heads(gradient, ctx.row), None
+
+
+def from_all_ranks(own: Tensor, counts: list[int], context: Context) -> Tensor:
+    """The concatenation of every rank's [m], of which counts says the lengths; the gradient of a rank's part is its own slice.
+
+    All ranks must compute the same from the result: each has the whole loss, and only its own part's share of the gradient.
+    """
+    return _FromAll.apply(own, counts, context)
+
+
+class _FromAll(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, own: Tensor, counts: list[int], context: Context) -> Tensor:
+        first = sum(counts[: context.index])
+        ctx.own = slice(first, first + len(own))
+        parts = [own.new_empty(max(counts)) for _ in counts]
+        padded = own.new_zeros(max(counts))
+        padded[: len(own)] = own
+        dist.all_gather(parts, padded, group=context.group)
+        return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return gradient[ctx.own], None, None
