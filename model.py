@@ -113,10 +113,12 @@ class Model:
         temperature: float,
         max_tokens: int,
         trainable: bool,
+        recompute: bool = False,
     ):
         """Load the checkpoint and spread it. dtype: of the computation; a trainable model keeps its weights in fp32.
 
-        max_tokens: in one forward pass of one replica. Collective over `grid`.
+        max_tokens: in one forward pass of one replica. recompute: activations are not kept for the backward pass but computed again.
+        Collective over `grid`.
         """
         self.grid, self.max_tokens, self.source = grid, max_tokens, source
         self.dtype: torch.dtype = getattr(torch, dtype)
@@ -135,7 +137,7 @@ class Model:
         self._module = ResponseLogprobs(lm, temperature, grid)
         weights = torch.float32 if trainable else self.dtype
         with explained("loading the model", "the model's size, or give its role more ranks (services, parallelism)"):
-            self.tp_partial = parallelize(self._module, lm, grid, self.device, weights=weights, compute=self.dtype)
+            self.tp_partial = parallelize(self._module, lm, grid, self.device, weights=weights, compute=self.dtype, recompute=recompute)
 
     @property
     def is_local(self) -> bool:

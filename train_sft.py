@@ -8,6 +8,7 @@ the loss is the mean negative log-likelihood of the completion's tokens over the
 
 from collections import deque
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -64,7 +65,8 @@ def train(cfg: Config, place: Placement, output: Path) -> None:
         cfg.dataset, tokenizer, seed=cfg.seed, max_prompt_tokens=training.seq_len - 1, epochs=training.passes,
         position=saved.position, target=str.strip,
     )
-    policy = Model(source, place.trainer, trainable=True, dtype=training.dtype, temperature=1.0, max_tokens=training.row_tokens)
+    spread = partial(Model, source, place.trainer, trainable=True, recompute=training.recompute)
+    policy = spread(dtype=training.dtype, temperature=1.0, max_tokens=training.row_tokens)
     trainer = Trainer(policy, training, NLLLoss())
     checkpoint.restore(saved, trainer, place)
     total = training.steps if training.steps is not None else rows.steps_in_all(training.prompts_per_update)

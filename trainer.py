@@ -29,6 +29,7 @@ class TrainingConfig:
     max_tokens_per_batch: int | None = None  # tokens in one forward pass of one replica; null: 16384, or seq_len if that is more
     seq_len: int = 4096  # tokens of prompt and response together, at most
     dtype: Literal["bfloat16", "float32"] = "bfloat16"  # of computation; the master weights are float32 in either case
+    activation_checkpointing: Literal["none", "full"] = "none"  # full: keep a block's inputs only and compute the rest again; saves memory
     learning_rate: float = 1e-6  # peak of the schedule
     schedule: Literal["constant", "linear", "cosine"] = "constant"  # after the warm-up; linear and cosine fall to 0 at training.steps
     warmup_steps: int = 0  # steps over which the learning rate rises from 0
@@ -77,6 +78,10 @@ class TrainingConfig:
     def passes(self) -> int | None:
         """Over the data: one where `steps` is null, else as many as the steps take."""
         return 1 if self.steps is None else None
+
+    @property
+    def recompute(self) -> bool:
+        return self.activation_checkpointing == "full"
 
     @property
     def row_tokens(self) -> int:

@@ -38,15 +38,19 @@ class TrainingBytes(NamedTuple):
     peak: int  # at most, `kept` included
 
 
-def training_bytes(weights: int, *, hidden: int, intermediate: int, heads: int, layers: int, tokens: int, itemsize: int) -> TrainingBytes:
+def training_bytes(
+    weights: int, *, hidden: int, intermediate: int, heads: int, layers: int, tokens: int, itemsize: int, recompute: bool = False
+) -> TrainingBytes:
     """For `weights` bytes of fp32 shards and rows of `tokens`, before anything was trained. heads: width of q, k and v together;
     itemsize: bytes of a number of the computation's dtype.
 
     Two moments and gradients are 3 x `weights`, the weights gathered in the computation's dtype at most itemsize / 4 as much again.
     Activations of one row without checkpointing, in vectors a token and layer of transformers' eager blocks: about 10 of the hidden, 4
-    of the intermediate and 3 of the heads' width (docs/results.md compares bf16 with what was measured). The head's chunks: 2 GiB.
+    of the intermediate and 3 of the heads' width (docs/results.md compares bf16 with what was measured). With recompute: each layer's
+    input, and all of one layer. The head's chunks: 2 GiB.
     """
-    activations = itemsize * layers * tokens * (10 * hidden + 4 * intermediate + 3 * heads)
+    of_layer = 10 * hidden + 4 * intermediate + 3 * heads
+    activations = itemsize * tokens * (layers * hidden + of_layer if recompute else layers * of_layer)
     return TrainingBytes(2 * weights, 3 * weights + weights * itemsize // 4 + activations + 2 * GIB)
 
 

@@ -1,11 +1,13 @@
 """How each model family is split: which modules FSDP wraps, and how tensor parallelism cuts their linears."""
 
+import functools
 from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+from torch.utils.checkpoint import checkpoint
 
 from parallel.placement import Grid
 
@@ -34,12 +36,20 @@ PLANS = {"llama": LLAMA, "mistral": LLAMA, "qwen2": LLAMA, "qwen3": QWEN3}  # ke
 
 
 def parallelize(
-    root: nn.Module, model: nn.Module, grid: Grid, device: torch.device, *, weights: torch.dtype, compute: torch.dtype
+    root: nn.Module,
+    model: nn.Module,
+    grid: Grid,
+    device: torch.device,
+    *,
+    weights: torch.dtype,
+    compute: torch.dtype,
+    recompute: bool = False,
 ) -> list[nn.Parameter]:
     """Cut `model` along "tp", then shard along the other axes; in place, block by block, so that one full block at a time is on the device.
 
     root: the module whose forward uses `model`; it gathers what is in no block. weights: dtype of the sharded parameters;
-    compute: of the forward and backward passes. Returns the parameters whose gradients must be summed over "tp".
+    compute: of the forward and backward passes. recompute: a block keeps its inputs only, and is computed again in the backward pass.
+    Returns the parameters whose gradients must be summed over "tp".
     ValueError when the family has no plan for tensor parallelism or its heads cannot be dealt out.
     """
     tp = grid.tp
@@ -54,6 +64,8 @@ def parallelize(
         block.to(device=device, dtype=weights)
         if tp > 1:
             parallelize_module(block, grid.weights["tp"], plan.tp, src_data_rank=None)
+        if recompute:
+            block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
         fully_shard(block, mesh=grid.fsdp, mp_policy=precision)
         if tp > 1:
             partial += [p for path in plan.partial for p in block.get_submodule(path).parameters()]

@@ -54,14 +54,16 @@ class Generator:
         dtype: str,
         seq_len: int,
         row_tokens: int = 16384,
+        recompute: bool = False,
         *,
         seed: int,
         policy_bytes: int | None = None,
     ):
         """Start the engine with weights still to be loaded. Collective over each replica.
 
-        dtype: of the trainer's computation; row_tokens: of its forward pass; policy_bytes: of the policy's shards on this rank, None:
-        all that lives on the GPU, a reference included. Where the trainer shares the GPU they decide whether the engine must make room.
+        dtype: of the trainer's computation; row_tokens: of its forward pass; recompute: it keeps no activations; policy_bytes: of the
+        policy's shards on this rank, None: all that lives on the GPU, a reference included. Where the trainer shares the GPU they
+        decide whether the engine must make room.
         """
         self.grid: Grid = place.generator
         self.seq_len = seq_len
@@ -101,7 +103,8 @@ class Generator:
         self.live_bytes = allocated(place.device) - before
         if self._sleeps:
             weights = before if policy_bytes is None else policy_bytes
-            needed = training_bytes(weights, tokens=row_tokens, itemsize=getattr(torch, dtype).itemsize, **_widths(source))
+            itemsize, tokens = getattr(torch, dtype).itemsize, -(-row_tokens // place.trainer.cp)
+            needed = training_bytes(weights, tokens=tokens, itemsize=itemsize, recompute=recompute, **_widths(source))
             self._residency = residency(place.device, needed, sum(block.handle[1] for block in _blocks("kv_cache")))
 
     def _arguments(self, source: ModelSource, cfg: GeneratorConfig, place: Placement) -> dict[str, Any]:

@@ -42,7 +42,8 @@ def trainer_of(place, tiny_qwen3):
         keys: dict[str, Any] = {"dtype": "float32", "max_grad_norm": 0.0, "adam_beta1": 0.0} | training
         cfg = TrainingConfig(**keys)
         source = ModelSource(str(tiny_qwen3))
-        model = Model(source, place.trainer, dtype=cfg.dtype, temperature=TEMPERATURE, max_tokens=max_tokens, trainable=True)
+        options: dict[str, Any] = {"dtype": cfg.dtype, "max_tokens": max_tokens, "recompute": cfg.recompute}
+        model = Model(source, place.trainer, temperature=TEMPERATURE, trainable=True, **options)
         return Trainer(model, cfg, loss, correction=correction, top_entropy=top_entropy)
 
     return make

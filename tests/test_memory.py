@@ -1,6 +1,7 @@
 """What is said when GPU memory runs out, and what is chosen from bytes; on the GPU itself tests/gpu/test_memory.py shows it."""
 
 import logging
+from typing import Any
 
 import pytest
 import torch
@@ -74,11 +75,21 @@ def test_the_trainers_bytes_are_near_what_a_qwen3_06b_took():
 
 
 def test_float32_activations_take_twice_the_bytes_of_bfloat16_and_so_do_gathered_weights():
-    weights, shape = 4 * 10**9, {"hidden": 1024, "intermediate": 3072, "heads": 4096, "layers": 28}
+    weights = 4 * 10**9
+    shape: dict[str, Any] = {"hidden": 1024, "intermediate": 3072, "heads": 4096, "layers": 28}
     half, full = (training_bytes(weights, tokens=16384, itemsize=size, **shape) for size in (2, 4))
     activations = training_bytes(weights, tokens=2 * 16384, itemsize=2, **shape).peak - half.peak
     assert half.kept == full.kept == 2 * weights
     assert full.peak - half.peak == activations + weights // 2
+
+
+def test_activations_that_are_computed_again_take_one_layer_and_the_inputs_of_all():
+    def of(layers: int, *, recompute: bool) -> TrainingBytes:
+        sizes: dict[str, Any] = {"hidden": 1024, "intermediate": 3072, "heads": 4096, "tokens": 16384}
+        return training_bytes(0, layers=layers, itemsize=2, recompute=recompute, **sizes)
+
+    kept, again, one = of(28, recompute=False), of(28, recompute=True), of(1, recompute=False)
+    assert again.peak - one.peak == 2 * 16384 * 28 * 1024 and again.peak < kept.peak / 5
 
 
 @pytest.mark.parametrize(
