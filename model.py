@@ -44,6 +44,16 @@ class ModelSource:
                 f"a model's id on the Hugging Face Hub (without a network: set HF_HOME to a cache that holds it)"
             ) from error
 
+    def read_whole(self, auto: Any, **options: Any) -> Any:
+        """`read` of a model, all of whose weights the checkpoint has: transformers fills the others with random numbers and a warning."""
+        model, found = self.read(auto, output_loading_info=True, **options)
+        if lacking := sorted(found["missing_keys"]):
+            raise ValueError(
+                f"model={self.name} lacks {len(lacking)} weights of a {type(model).__name__} ({', '.join(lacking[:3])}): they would be "
+                f"random numbers. Give a whole checkpoint of this architecture"
+            )
+        return model
+
     def tokenizer(self) -> Any:
         tokenizer = self.read(AutoTokenizer)
         if tokenizer.pad_token_id is None:
@@ -128,7 +138,7 @@ class Model:
         if not holds(grid):
             return
         self.device = device_of(grid)
-        lm = self.source.read(AutoModelForCausalLM, dtype="auto", attn_implementation=attention.NAME)
+        lm = self.source.read_whole(AutoModelForCausalLM, dtype="auto", attn_implementation=attention.NAME)
         scales = {key: lm.config.to_dict().get(key, 1) for key in ("logits_scaling", "logit_scale")}
         if any(scale not in (1, None) for scale in scales.values()):
             raise ValueError(f"model={source.name} scales its logits ({scales}), which the head does not support")

@@ -5,6 +5,7 @@ a layout differs in the trainer alone, the completions that the one rank sampled
 """
 
 import json
+import re
 import statistics
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -121,6 +122,26 @@ SLOW = {
     "qwen3 untied, trainer 1, generator TP 2": Layout("fresh", 3, {"services": services(1, 2)}, model=("qwen3", False)),
     "qwen2 untied, trainer 1, generator TP 2": Layout("fresh", 3, {"services": services(1, 2)}, model=("qwen2", False)),
 }
+
+
+def documented() -> dict[str, Layout]:
+    """The matrix of docs/parallelism.md, by the lines that a reader is told to copy."""
+    text = (Path(__file__).parent.parent / "docs/parallelism.md").read_text()
+    rows = re.findall(r"^\| ([^|]+) \| (\d+) \| `([^`]+)` \|$", text, re.MULTILINE)
+    layouts = {}
+    for name, ranks, line in rows:
+        roles: dict[str, Any] = {}
+        for override in line.split():
+            *path, last = override.partition("=")[0].split(".")
+            section = roles
+            for key in path:
+                section = section.setdefault(key, {})
+            section[last] = yaml.safe_load(override.partition("=")[2])
+        layouts[f"documented: {name}"] = Layout("fresh", int(ranks), roles)
+    return layouts
+
+
+SLOW |= documented()
 LAYOUTS = FAST | SLOW
 ON_POLICY = {"fresh", "two_episodes"}  # and advantages that add up to 0 in each group, all of whose tokens count
 OFF_POLICY = {"stale", "two_updates", "two_updates_own_old", "a_version_old", "synced_every_other_step", "by_token"}

@@ -1,16 +1,19 @@
 """What an optimizer step is: the laws of trainer.py against plain torch, which knows neither packing nor weights per token."""
 
 import math
+import shutil
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
 
 from batch import Completion, Episode, Group, Prompt, to_batch, to_episodes
 from losses import GRPOLoss, NLLLoss, PolicyLoss, ReinforceLoss, SimpleGRPOLoss
 from losses.correction import Truncated
+from model import Model, ModelSource
 from tests.steps import (
     CustomLoss,
     assert_same_gradient,
@@ -323,3 +326,13 @@ def test_activations_that_are_computed_again_change_no_gradient_and_take_less_me
     assert keeps.update(episodes, 0) == recomputes.update(episodes, 0)
     for name, tensor in gradient(keeps).items():
         assert torch.equal(tensor, gradient(recomputes)[name]), name
+
+
+@pytest.mark.parametrize("lacking", ["model.layers.1.mlp.up_proj.weight", "model.embed_tokens.weight"])
+def test_a_checkpoint_that_lacks_a_weight_is_refused_and_not_filled_with_random_numbers(lacking, place, tiny_qwen3, tmp_path):
+    shutil.copytree(tiny_qwen3, tmp_path / "part")
+    weights = load_file(tiny_qwen3 / "model.safetensors")
+    save_file({n: t for n, t in weights.items() if n != lacking}, tmp_path / "part/model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match=rf"part lacks \d+ weights of a Qwen3ForCausalLM \(.*{lacking.rpartition('.')[0]}.*random"):
+        source = ModelSource(str(tmp_path / "part"))
+        Model(source, place.trainer, dtype="float32", temperature=1.0, max_tokens=64, trainable=False)
