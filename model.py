@@ -17,12 +17,13 @@ import attention
 from batch import IDLE, Batch, Episode, plan_rows, to_batch
 from head import Share, VocabShard, logprobs_from_hidden, loss_from_hidden
 from parallel.context import Context, from_all_ranks
-from parallel.memory import explained
+from parallel.memory import Remedy, explained
 from parallel.placement import Grid, device_of, holds, share
 from parallel.plans import parallelize
 from parallel.weights import Bucket, blend
 
 Row = list[Episode]
+MORE_RANKS = Remedy("Start more ranks, over which parallelism.data_parallel_shard_degree spreads the weights, or take a smaller model")
 
 
 @dataclass(frozen=True)
@@ -146,7 +147,7 @@ class Model:
             lm.requires_grad_(False)
         self._module = ResponseLogprobs(lm, temperature, grid)
         weights = torch.float32 if trainable else self.dtype
-        with explained("loading the model", "the model's size, or give its role more ranks (services, parallelism)"):
+        with explained("loading the model", MORE_RANKS):
             self.tp_partial = parallelize(self._module, lm, grid, self.device, weights=weights, compute=self.dtype, recompute=recompute)
 
     @property
@@ -182,7 +183,7 @@ class Model:
         return [[episodes[i] for i in row] or [IDLE] for rows in share(plan, self.grid) for row in rows]
 
     @torch.no_grad()
-    @explained("scoring", "training.max_tokens_per_batch, training.seq_len or generator.gpu_memory_utilization")
+    @explained("scoring", "training.max_tokens_per_batch, training.seq_len or, beside an engine, generator.gpu_memory_utilization")
     def logprobs(self, episodes: list[Episode]) -> list[np.ndarray]:
         """Log-probs of the response tokens, [R] each, of this rank's share of `episodes`. Collective over the mesh."""
         if not self.is_local:

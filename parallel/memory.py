@@ -104,8 +104,8 @@ SIGNS = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
 
 
 @contextmanager
-def explained(phase: str, keys: str, *, needed: int = 0, others: Mapping[str, Remedy] = MappingProxyType({})) -> Iterator[None]:
-    """Turn running out of GPU memory inside into one message: the phase, the bytes needed and free, and the `keys` to lower.
+def explained(phase: str, keys: str | Remedy, *, needed: int = 0, others: Mapping[str, Remedy] = MappingProxyType({})) -> Iterator[None]:
+    """Turn running out of GPU memory inside into one message: the phase, the bytes needed and free, and the `keys` to lower (or advice).
 
     needed: bytes, where the error will not say. others: errors of a library that mean the same, by their first words.
     """
@@ -117,7 +117,7 @@ def explained(phase: str, keys: str, *, needed: int = 0, others: Mapping[str, Re
         if remedy is not None:
             detail = f" ({said.partition('. ')[0]})"
         elif any(sign in said for sign in SIGNS):
-            remedy, detail = Remedy(f"Lower {keys}"), ""
+            remedy, detail = keys if isinstance(keys, Remedy) else Remedy(f"Lower {keys}"), ""
         else:
             raise
         asked = re.search(r"Tried to allocate ([\d.]+ \w+)", said)

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from model import MORE_RANKS
 from parallel.memory import GIB, TrainingBytes, explained, residency, training_bytes
 from rollout.generator import TOO_LITTLE_MEMORY
 
@@ -108,3 +109,9 @@ def test_what_the_engine_does_is_printed_with_the_bytes_it_follows_from(needed, 
     with caplog.at_level(logging.INFO):
         assert residency(torch.device("cuda"), TrainingBytes(GIB, needed * GIB), 30 * GIB) == choice
     assert f"expected to take {needed}.0 GiB more, {printed}" in caplog.text
+
+
+def test_advice_that_is_not_to_lower_a_key_stands_as_it_is():
+    with pytest.raises(ValueError, match="while loading the model: 2.32 GiB needed.* Start more ranks, over which"):
+        with explained("loading the model", MORE_RANKS):
+            raise torch.OutOfMemoryError(CUDA_SAYS)
