@@ -8,6 +8,7 @@ import random
 import statistics
 import sys
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -22,11 +23,13 @@ import config
 from batch import Completion, Group, Prompt, to_episodes
 from config import Call
 from data import DatasetConfig
+from estimate import Estimate, Shape
 from losses import GRPOLoss, PolicyLoss
 from losses.advantages import credit
 from losses.card import Settings, card, lint
 from losses.contract import forward_arguments, requires_reference
 from losses.correction import Truncated
+from parallel.hardware import largest_memory
 from parallel.placement import ParallelismConfig, Placement, Plan, ServicesConfig
 from rollout.sampling import Sampling, sampling_seed
 from trainer import TrainingConfig
@@ -187,19 +190,12 @@ def arguments() -> list[str]:
     return [a for a in sys.argv[1:] if a.partition("=")[0] != PLAN]
 
 
-def plan_grpo(
-    loss: Any,
-    grpo: GRPOConfig,
-    training: TrainingConfig,
-    services: ServicesConfig | None,
-    parallelism: ParallelismConfig,
-    *,
-    colocate: bool,
-) -> Plan | None:
+def plan_grpo(loss: Any, cfg: Any) -> Plan | None:
     """Who does what; None when --plan asked to print that and no more.
 
     ValueError when the roles do not fit the ranks that torchrun started, or the loss lacks its reference.
     """
+    grpo, training, services, colocate = cfg.grpo, cfg.training, cfg.services, cfg.colocate
     needs = requires_reference(loss) or grpo.kl_in_reward > 0
     if services is not None and services.ref_model is None and needs and not colocate:
         raise ValueError(
@@ -212,11 +208,30 @@ def plan_grpo(
             f"training.ref_update_interval={training.ref_update_interval}, and there is no reference to move: set it to 0, or give the "
             f"run a reference (grpo.beta or grpo.kl_in_reward above 0, or services.ref_model)"
         )
-    return make_plan(services, parallelism, colocate=colocate, wants_reference=wants)
+    return make_plan(services, cfg.parallelism, colocate=colocate, wants_reference=wants, more=lambda plan: plan_bytes(cfg, plan))
 
 
-def make_plan(services: ServicesConfig | None, parallelism: ParallelismConfig, *, colocate: bool, wants_reference: bool) -> Plan | None:
-    """`Plan.make` for the ranks that torchrun started, or for --plan's."""
+def plan_bytes(cfg: Any, plan: Plan) -> list[str]:
+    """What --plan says of memory, where the model's shape is at hand."""
+    shape = Shape.read(*config.model_source(cfg.model))
+    if shape is None:
+        return []
+    training, engine = cfg.training, cfg.generator.dtype or cfg.training.dtype
+    dtypes = (getattr(torch, training.dtype), getattr(torch, engine))
+    estimate = Estimate(shape, plan, *dtypes, training.row_tokens, training.recompute)
+    total = largest_memory(cfg.device)
+    return estimate.lines(training.seq_len) + (estimate.warnings(total, cfg.generator.gpu_memory_utilization) if total else [])
+
+
+def make_plan(
+    services: ServicesConfig | None,
+    parallelism: ParallelismConfig,
+    *,
+    colocate: bool,
+    wants_reference: bool,
+    more: Callable[[Plan], list[str]] = lambda _plan: [],
+) -> Plan | None:
+    """`Plan.make` for the ranks that torchrun started, or for --plan's, which also prints what `more` says of the plan."""
     asked = next((a.partition("=")[2] for a in sys.argv[1:] if a.partition("=")[0] == PLAN), None)
     if asked is not None and asked != "" and not (asked.isdigit() and int(asked)):
         raise ValueError(f"{PLAN}={asked}: must be a number of ranks, at least 1")
@@ -225,7 +240,7 @@ def make_plan(services: ServicesConfig | None, parallelism: ParallelismConfig, *
     plan = Plan.make(services, parallelism, colocate=colocate, wants_reference=wants_reference, world_size=size)
     if asked is None:
         return plan
-    print(plan.table(), flush=True)
+    print("\n".join([plan.table(), *more(plan)]), flush=True)
     return None
 
 

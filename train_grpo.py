@@ -61,7 +61,7 @@ class Config:
 def main() -> None:
     cfg = config.load(Config, startup.arguments())
     loss, advantage = startup.resolve_objective(cfg.loss, cfg.grpo)
-    plan = startup.plan_grpo(loss, cfg.grpo, cfg.training, cfg.services, cfg.parallelism, colocate=cfg.colocate)
+    plan = startup.plan_grpo(loss, cfg)
     if plan is not None:  # None: --plan has printed it, which needs neither data nor rewards
         dataset, scorer = startup.required_dataset(cfg.dataset), Scorer(cfg.rewards)
         place = Placement.build(plan, cfg.device)

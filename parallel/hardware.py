@@ -22,3 +22,10 @@ def peak_flops(device: torch.device) -> float | None:
         return None
     name = torch.cuda.get_device_name(device)
     return next((rate for part, rate in sorted(PEAK_BF16.items(), key=lambda kv: -len(kv[0])) if part in name), None)
+
+
+def largest_memory(device: str) -> int:
+    """Bytes of this machine's first GPU, if a run with `device` (auto, cpu or cuda) would use one; else 0."""
+    if device == "cpu" or not torch.cuda.is_available():
+        return 0
+    return torch.cuda.get_device_properties(0).total_memory
