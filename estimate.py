@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from model import head_width
 from parallel.memory import GIB, TrainingBytes, training_bytes
 from parallel.placement import Plan, RolePlan
 from parallel.plans import PLANS
@@ -36,7 +37,7 @@ class Shape:
         sizes = {name: p.numel() for name, p in model.named_parameters()}
         cut = sum(size for name, size in sizes.items() if any(path in name for path in cut_paths))
         shape = config.get_text_config()
-        head = getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads
+        head = head_width(shape)
         kv = 2 * shape.num_key_value_heads * head
         widths = (shape.num_hidden_layers, shape.hidden_size, shape.intermediate_size, shape.num_attention_heads * head + kv, kv)
         return cls(cut, sum(sizes.values()) - cut, *widths)

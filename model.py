@@ -66,6 +66,11 @@ class ModelSource:
         return self.tokenizer().pad_token_id
 
 
+def head_width(config: Any) -> int:
+    """Of one attention head, from a text model's config."""
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
 class ResponseLogprobs(nn.Module):
     """The language model and its head as one forward, so that FSDP gathers the head's weight for it."""
 

@@ -291,7 +291,8 @@ def open_run(cfg: Any, place: Placement, loss: Any = None) -> Path:
         print(f"{place.plan.table()}\nrun folder {output}", flush=True)
         if loss is not None:
             settings = objective_settings(loss, cfg.loss, cfg.grpo, cfg.training, cfg.rewards)
-            told = "\n".join([card(loss, settings), *(f"warning: {line}" for line in lint(loss, settings))])
+            found = (line if line.startswith("note: ") else f"warning: {line}" for line in lint(loss, settings))
+            told = "\n".join([card(loss, settings), *found])
             (output / "objective.txt").write_text(told + "\n")
             print(told, flush=True)
     return output

@@ -5,6 +5,7 @@ rank that rank's part of the heads and gets its own part of the heads for all to
 kernels see whole rows, and segments need no thought. Exact; a rank's heads must be divisible by the number of ranks.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,11 +46,11 @@ class CutRow:
         Of fewer heads than ranks each is repeated.
         """
         repeat = -(-self.context.size // own.shape[1]) if own.shape[1] < self.context.size else 1
-        return _ToHeads.apply(own.repeat_interleave(repeat, 1) if repeat > 1 else own, self)
+        return _Exchange.apply(own.repeat_interleave(repeat, 1) if repeat > 1 else own, self, _to_heads, _to_tokens)
 
     def tokens_for_heads(self, part: Tensor) -> Tensor:
         """The way back: [N, H / size, D] -> [n, H, D]."""
-        return _ToTokens.apply(part, self)
+        return _Exchange.apply(part, self, _to_tokens, _to_heads)
 
 
 def _to_heads(own: Tensor, row: CutRow) -> Tensor:
@@ -73,28 +74,16 @@ def _to_tokens(whole: Tensor, row: CutRow) -> Tensor:
     return got.view(size, n, part, width).transpose(0, 1).reshape(n, size * part, width)
 
 
-class _ToHeads(torch.autograd.Function):
+class _Exchange(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, own: Tensor, row: CutRow) -> Tensor:
-        ctx.row = row
-        return _to_heads(own, row)
+    def forward(ctx: Any, tensor: Tensor, row: CutRow, there: Callable, back: Callable) -> Tensor:
+        ctx.row, ctx.back = row, back
+        return there(tensor, row)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return _to_tokens(gradient, ctx.row), None
-
-
-class _ToTokens(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, whole: Tensor, row: CutRow) -> Tensor:
-        ctx.row = row
-        return _to_tokens(whole, row)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return _to_heads(gradient, ctx.row), None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        return ctx.back(gradient, ctx.row), None, None, None
 
 
 def from_all_ranks(own: Tensor, counts: list[int], context: Context) -> Tensor:

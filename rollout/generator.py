@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig
 
 from batch import Completion, Group, Prompt
-from model import ModelSource
+from model import ModelSource, head_width
 from parallel.memory import Remedy, Residency, allocated, capacity, empty_cache, explained, residency, training_bytes
 from parallel.placement import Grid, Placement, holds, share, shares_ranks
 from parallel.sub_world import OwnRandomState, sub_world
@@ -134,7 +134,7 @@ class Generator:
                 "enable_sleep_mode": self._sleeps,
             }
         seqs = cfg.max_num_seqs or 64
-        head = getattr(shape, "head_dim", None) or shape.hidden_size // heads
+        head = head_width(shape)
         kv_heads = -(-shape.num_key_value_heads // tp)
         per_token = 2 * shape.num_hidden_layers * kv_heads * head * self.dtype.itemsize
         padded = -(-self.seq_len // 128) * 128  # the CPU cache's block
@@ -326,7 +326,7 @@ def _shape(source: ModelSource) -> Any:
 def _widths(source: ModelSource) -> dict[str, int]:
     """The sizes that decide about activations, as `training_bytes` takes them."""
     shape = _shape(source)
-    head = getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads
+    head = head_width(shape)
     heads = (shape.num_attention_heads + 2 * shape.num_key_value_heads) * head
     return {"hidden": shape.hidden_size, "intermediate": shape.intermediate_size, "layers": shape.num_hidden_layers, "heads": heads}
 

@@ -164,9 +164,7 @@ def test_a_percentile_is_the_smallest_value_that_covers_its_share():
 def group(rewards, lengths=None, stops=None, versions=None, **parts) -> Group:
     n = len(rewards)
     lengths, stops, versions = lengths or [1] * n, stops or ["eos"] * n, versions or [0] * n
-    completions = [
-        Completion(f"answer {i}", [5] * lengths[i], [-1.0] * lengths[i], {}, stops[i], versions[i]) for i in range(n)
-    ]
+    completions = [Completion(f"answer {i}", [5] * lengths[i], [-1.0] * lengths[i], {}, stops[i], versions[i]) for i in range(n)]
     return Group(Prompt(0, [1, 2], "what?", "42"), completions, list(rewards), parts)
 
 

@@ -49,6 +49,10 @@ RECIPES: dict[str, dict[str, dict[str, Any]]] = {
     "two_episodes": {"training": {"batch_size": 1}, "grpo": {"n_samples": 2}},
     "by_token": {"loss": {"fn": "losses.ReinforceLoss", "clip_ratio": 0.2}, "grpo": {"beta": None, "max_policy_age": 1}},
     "whole_batch": {"loss": {"fn": "tests/data/guide/custom_loss.py:CustomLoss"}, "grpo": {"beta": None}},
+    "by_sequence": {  # a ratio of whole sequences, each token's gradient corrected
+        "loss": {"fn": "losses.GSPOLoss", "clip_low": 0.2, "clip_high": 0.2}, "grpo": {"beta": None},
+        "training": {"updates_per_rollout": 2},
+    },
     "truncated_masked": {"grpo": {"mask_truncated": True}, "training": {"weight_decay": 0.1, "gradient_accumulation_steps": 2}},
 }
 
@@ -116,6 +120,7 @@ SLOW = {
         "fresh", 7, {"services": services(4, 1, ref_model=2)} | degrees(replicate=2, context=2), replays=True
     ),
     "trainer CP 2, one scalar for the whole batch": Layout("whole_batch", 2, degrees(context=2), replays=True),
+    "trainer CP 2 x FSDP 2, a ratio of whole sequences": Layout("by_sequence", 4, degrees(context=2), replays=True),
     "llama, trainer CP 2 x TP 2": Layout("stale", 4, degrees(context=2, tensor=2), replays=True, model=("llama", False)),
     "llama, trainer TP 2 x FSDP 2": Layout("stale", 4, TP2, replays=True, model=("llama", False)),
     "qwen2, trainer TP 2 x FSDP 2": Layout("stale", 4, TP2, replays=True, model=("qwen2", True)),
@@ -144,7 +149,7 @@ def documented() -> dict[str, Layout]:
 SLOW |= documented()
 LAYOUTS = FAST | SLOW
 ON_POLICY = {"fresh", "two_episodes"}  # and advantages that add up to 0 in each group, all of whose tokens count
-OFF_POLICY = {"stale", "two_updates", "two_updates_own_old", "a_version_old", "synced_every_other_step", "by_token"}
+OFF_POLICY = {"stale", "two_updates", "two_updates_own_old", "a_version_old", "synced_every_other_step", "by_token", "by_sequence"}
 
 
 def each(names: Iterable[str]) -> pytest.MarkDecorator:

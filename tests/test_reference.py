@@ -66,6 +66,12 @@ def test_a_reference_that_has_moved_all_the_way_is_the_policy(moved):
     assert all(torch.equal(reference[n], t) for n, t in policy(moved / "checkpoints/step_2").items())
 
 
+def test_a_run_keeps_the_objective_it_printed_with_its_numbers(moved):
+    text = (moved / "objective.txt").read_text()
+    assert "GRPOLoss, minimised" in text and "clip(r, 0.8, 1.28)" in text and "0.1 k3" in text and "a prompt's 4 samples" in text
+    assert "\nnote: grpo.beta=0.1 with k3" in text and "warning:" not in text
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "keys"), [
     (2, {"parallelism": {"tensor_parallel_degree": 2}}),

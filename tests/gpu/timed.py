@@ -5,9 +5,6 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-from metrics import PHASES
 from tests.gpu.conftest import start, steps_of
 
 
@@ -24,16 +21,13 @@ def run(script: str, folder: Path, **keys: Any) -> tuple[list[dict[str, Any]], s
 def check_time_and_memory(steps: list[dict[str, Any]], figures: dict[str, Any], *, engine: bool = True) -> None:
     """The first step also makes the optimizer's moments; from the second on all are alike.
 
-    The phases of one rank add up by definition. So those that must take time are looked at one by one, and what no phase explains may
-    be 3 % in the mean over the steps.
+    The phases that must take time are looked at one by one, and what no phase explains may be 3 % in the mean over the steps.
 
     Without an engine nobody asks torch to give unused blocks back, and only live tensors must come back to the same figure.
     """
     later = steps[1:]
     busy = ("data", "generate", "train", "sync") if engine else ("data", "train")
     for step in steps:
-        phases = sum(step[f"time/{name}"] for name in (*PHASES, "other"))
-        assert phases == pytest.approx(step["time/step"], rel=1e-6)
         reference = ("logp_ref",) if "kl/ref_k3" in step else ()
         assert min(step[f"time/{name}"] for name in busy + reference) > 0, step
     other = sum(s["time/other"] for s in later) / sum(s["time/step"] for s in later)
