@@ -75,8 +75,10 @@ class Job:
     def train(self, groups: list[Group]) -> dict[str, float]:
         """One GRPO step with advantages drawn by chance: real gradients, whatever the model knows."""
         draw = np.random.default_rng(1000 + self.step)
+        for group in groups:
+            group.rewards = draw.normal(size=len(group.completions)).tolist()
         episodes = to_episodes(groups, mask_truncated=False, old_from_sampler=False)
-        credit(groups, episodes, lambda rewards: draw.normal(size=len(rewards)).tolist(), kl_in_reward=0.0, weights={})
+        credit(groups, episodes, lambda rewards: rewards, kl_in_reward=0.0, weights={})
         stats = self.trainer.train(episodes, self.step)
         self.step += 1
         return stats
