@@ -121,8 +121,16 @@ def plan_rows(lengths: list[int], num_replicas: int, max_tokens: int) -> list[li
 IDLE = Episode(np.zeros(2, np.int64), 1, np.zeros(1, np.float32), np.zeros(1, np.float32))
 
 
-def to_batch(episodes: list[Episode], device: torch.device) -> Batch:
-    """Concatenate episodes into one row, without padding. Needs at least one."""
+def padded_length(episodes: list[Episode], multiple: int) -> int:
+    """Tokens of the episodes, rounded up."""
+    return -(-sum(len(e.token_ids) for e in episodes) // multiple) * multiple
+
+
+def to_batch(episodes: list[Episode], device: torch.device, length: int | None = None) -> Batch:
+    """Concatenate episodes into one row. Needs at least one.
+
+    length: tokens of the row, where it may not be as long as it comes; the rest is filled with segments that count for nothing.
+    """
     lengths = np.array([len(e.token_ids) for e in episodes])
     starts = np.concatenate([[0], np.cumsum(lengths)])
     responses = [e.num_response_tokens for e in episodes]
@@ -130,6 +138,12 @@ def to_batch(episodes: list[Episode], device: torch.device) -> Batch:
     ends = zip(starts[:-1], starts[1:], episodes, strict=True)
     rows = np.concatenate([np.arange(start + e.num_prompt_tokens - 1, end - 1) for start, end, e in ends])
     token_ids = np.concatenate([e.token_ids for e in episodes])
+    targets = token_ids[rows + 1]
+    if length is not None and length > len(token_ids):
+        filling = np.diff([*range(len(token_ids), length, lengths.max()), length])
+        token_ids = np.concatenate([token_ids, np.zeros(length - len(token_ids), np.int64)])
+        lengths = np.concatenate([lengths, filling])
+        starts = np.concatenate([[0], np.cumsum(lengths)])
 
     def tensor(values: np.ndarray, dtype: torch.dtype = torch.int64) -> Tensor:
         return torch.as_tensor(values, dtype=dtype).to(device)
@@ -140,7 +154,7 @@ def to_batch(episodes: list[Episode], device: torch.device) -> Batch:
         cu_seqlens=tensor(starts, torch.int32),
         max_seqlen=int(lengths.max()),
         rows=tensor(rows),
-        targets=tensor(token_ids[rows + 1]),
+        targets=tensor(targets),
         grid=tensor(np.concatenate([b * width + np.arange(r) for b, r in enumerate(responses)])),
         shape=(len(episodes), width),
     )

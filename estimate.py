@@ -33,7 +33,7 @@ class Shape:
             return None
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
-        cut_paths = tuple(f".{path}." for path in PLANS[config.model_type].tp) if config.model_type in PLANS else ()
+        cut_paths = tuple(f".{path}." for path in PLANS[config.model_type].cut) if config.model_type in PLANS else ()
         sizes = {name: p.numel() for name, p in model.named_parameters()}
         cut = sum(size for name, size in sizes.items() if any(path in name for path in cut_paths))
         shape = config.get_text_config()

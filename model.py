@@ -1,7 +1,7 @@
 """A Hugging Face causal LM spread over a sub-mesh: packed batch -> log-probabilities of response tokens."""
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,8 +14,9 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import attention
-from batch import IDLE, Batch, Episode, plan_rows, to_batch
+from batch import IDLE, Batch, Episode, padded_length, plan_rows, to_batch
 from head import Share, VocabShard, logprobs_from_hidden, loss_from_hidden
+from parallel import pipeline
 from parallel.context import Context, from_all_ranks
 from parallel.memory import Remedy, explained
 from parallel.placement import Grid, device_of, holds, share
@@ -23,6 +24,7 @@ from parallel.plans import parallelize
 from parallel.weights import Bucket, blend
 
 Row = list[Episode]
+Finish = Callable[[Batch, tuple[Tensor, ...]], Tensor]  # of what a row's forward pass returns: its loss, or any number
 MORE_RANKS = Remedy("Start more ranks, over which parallelism.data_parallel_shard_degree spreads the weights, or take a smaller model")
 
 
@@ -72,49 +74,72 @@ def head_width(config: Any) -> int:
 
 
 class ResponseLogprobs(nn.Module):
-    """The language model and its head as one forward, so that FSDP gathers the head's weight for it."""
+    """The language model and its head as one forward, so that FSDP gathers the head's weight for it; or one stage of it."""
 
     def __init__(self, lm: nn.Module, temperature: float, grid: Grid | None = None):
-        """grid: whose "tp" ranks hold the head whole and compute a part of the vocabulary each, and whose "cp" ranks share a row."""
+        """grid: whose "tp" ranks have a part of the tokens and of the vocabulary each, whose "cp" ranks share a row, and whose "pp"
+        ranks are stages."""
         super().__init__()
         self.lm = lm
         self.temperature = temperature
         self.words, self.shard = slice(None), None
-        self.context = Context(grid.group("cp"), grid.cp, grid.index("cp")) if grid is not None and grid.cp > 1 else None
+        self.context = Context.of(grid, "cp") if grid is not None and grid.cp > 1 else None
+        self.sequence = Context.of(grid, "tp") if grid is not None and grid.tp > 1 else None
+        self.is_first, self.is_last = (True, True) if grid is None else (grid.index("pp") == 0, grid.index("pp") == grid.pp - 1)
+        self.of_row: Callable[[int], tuple[Batch, Share | None, Finish]] | None = None  # what a stage needs besides what it is given
         if grid is not None and grid.tp > 1:
             vocabulary = len(lm.get_output_embeddings().weight)
             first, last = (vocabulary * r // grid.tp for r in (grid.index("tp"), grid.index("tp") + 1))
             self.words, self.shard = slice(first, last), VocabShard(grid.group("tp"), first, vocabulary)
 
-    def forward(self, batch: Batch, share: Share | None = None) -> tuple[Tensor, ...]:
+    def forward(self, given: Batch | Tensor, share: Share | None = None, *, row: Tensor | None = None) -> Any:
         """log-probs and entropy of the response tokens, fp32 [M] each, at the sampling temperature.
 
         With `share` (see head.loss_from_hidden) the loss comes first, and the other two have no gradient.
+        row: the number of a row, of which a stage is given the tokens or the hidden state; it returns its own, or the row's loss [1].
         """
+        if isinstance(given, Batch):
+            return self.scores(self.hidden(given), given, share)
+        assert row is not None and self.of_row is not None
+        batch, share, finish = self.of_row(int(row))
+        hidden = self.hidden(batch, None if self.is_first else given)
+        return finish(batch, self.scores(hidden, batch, share)).reshape(1) if self.is_last else hidden
+
+    def hidden(self, batch: Batch, given: Tensor | None = None) -> Tensor:
+        """[1, n, H] of the n tokens that are this rank's. given: where another stage has the layers before."""
         row = None if self.context is None else self.context.row(len(batch.token_ids))
         own = slice(None) if row is None else row.own
-        hidden = self.lm.model(
-            input_ids=batch.token_ids[None, own],
-            position_ids=batch.positions[None, own],
-            use_cache=False,
-            segments=attention.Segments(batch.cu_seqlens, batch.max_seqlen, row),
-        ).last_hidden_state[0]
-        rows, targets = batch.rows, batch.targets
-        if row is not None:
-            here = (rows >= own.start) & (rows < own.stop)
-            rows, targets = rows[here] - own.start, targets[here]
+        tokens = batch.token_ids[None, own]
+        if self.sequence is not None:
+            tokens = tokens[:, self.sequence.row(tokens.shape[1]).own]
+        inputs = {"input_ids": tokens} if given is None else {"inputs_embeds": given}
+        segments = attention.Segments(batch.cu_seqlens, batch.max_seqlen, row)
+        options = {"position_ids": batch.positions[None, own], "use_cache": False, "segments": segments}
+        return self.lm.model(**inputs, **options).last_hidden_state
+
+    def scores(self, hidden: Tensor, batch: Batch, share: Share | None) -> tuple[Tensor, ...]:
+        """What `forward` returns, from the last hidden state."""
+        places, targets, counts = batch.rows, batch.targets, [len(batch.rows)]
+        tokens = len(batch.token_ids)
+        if self.context is not None:
+            row = self.context.row(tokens)
+            places, counts = row.deal(places)
+            first = sum(counts[: self.context.index])
+            targets, tokens = targets[first : first + len(places)], row.lengths[self.context.index]
+        if self.sequence is None:
+            selected = hidden[0, places]
+        else:
+            mine, of_each = self.sequence.row(tokens).deal(places)
+            selected = from_all_ranks(hidden[0, mine], of_each, self.sequence)
         head = self.lm.get_output_embeddings()
         softcap = self.lm.config.get_text_config().to_dict().get("final_logit_softcapping")
         bias = None if head.bias is None else head.bias[self.words]
         weight = head.weight if self.shard is None else head.weight[self.words]
-        inputs = (hidden[rows], weight, targets)
         options: dict[str, Any] = {"temperature": self.temperature, "bias": bias, "softcap": softcap, "entropy": True, "shard": self.shard}
+        inputs = (selected, weight, targets)
         scored = logprobs_from_hidden(*inputs, **options) if share is None else loss_from_hidden(*inputs, share, **options)
         found = tuple(values for values in scored if values is not None)
-        if row is None:
-            return found
-        counts = [int(((batch.rows >= first) & (batch.rows < last)).sum()) for first, last in row.bounds]
-        return tuple(from_all_ranks(values, counts, row.context) for values in found)
+        return found if self.context is None else tuple(from_all_ranks(values, counts, self.context) for values in found)
 
 
 class Model:
@@ -140,6 +165,7 @@ class Model:
         self.dtype: torch.dtype = getattr(torch, dtype)
         self.tp_partial: list[nn.Parameter] = []  # gradients to be summed over the mesh's "tp" axis
         self.refreshes = 0  # how often its weights were taken from the policy
+        self.num_parameters = 0  # of the whole model, a tied head counted once; 0 outside the mesh
         self._module: ResponseLogprobs | None = None
         if not holds(grid):
             return
@@ -150,6 +176,8 @@ class Model:
             raise ValueError(f"model={source.name} scales its logits ({scales}), which the head does not support")
         if not trainable:
             lm.requires_grad_(False)
+        self.num_parameters = sum(p.numel() for p in lm.parameters())
+        self.is_tied = lm.get_output_embeddings().weight is lm.get_input_embeddings().weight
         self._module = ResponseLogprobs(lm, temperature, grid)
         weights = torch.float32 if trainable else self.dtype
         with explained("loading the model", MORE_RANKS):
@@ -170,38 +198,89 @@ class Model:
         """Of this rank's shards; 0 outside the mesh."""
         return sum((p.to_local() if isinstance(p, DTensor) else p).nbytes for p in self.shards().values())
 
-    @property
-    def num_parameters(self) -> int:
-        """Of the whole model, a tied head counted once; 0 outside the mesh."""
-        return sum(p.numel() for p in self.shards().values())
-
     def shards(self) -> dict[str, Tensor]:
-        """Parameters by the checkpoint's names, as this rank holds them; {} outside the mesh. A tied head is there once."""
+        """This stage's parameters by the checkpoint's names, as this rank holds them; {} outside the mesh. A tied head is there once.
+
+        With several stages it is on the first, as the embedding, and on the last.
+        """
         return {name.removeprefix("lm."): p for name, p in self.local.named_parameters()} if self.is_local else {}
+
+    @property
+    def tied_between_stages(self) -> nn.Parameter | None:
+        """The embedding that is the head too, where this rank's stage is one of the two that hold it."""
+        lm = self.local.lm
+        if not self.is_tied or self.grid.pp == 1 or not (self.local.is_first or self.local.is_last):
+            return None
+        return lm.get_input_embeddings().weight
 
     def rows(self, episodes: list[Episode]) -> list[Row]:
         """The packed rows this rank's replica runs: as many on every replica, [] outside the mesh.
 
-        A replica that has run out of episodes gets an idle row, since a forward pass is a collective.
+        A replica that has run out of episodes gets an idle row, since a forward pass is a collective; so does one with fewer rows than
+        stages.
         """
         plan = plan_rows([len(e.token_ids) for e in episodes], self.grid.num_replicas, self.max_tokens)
-        return [[episodes[i] for i in row] or [IDLE] for rows in share(plan, self.grid) for row in rows]
+        found = [[episodes[i] for i in row] or [IDLE] for rows in share(plan, self.grid) for row in rows]
+        return found + [[IDLE]] * (self.grid.pp - len(found)) if found else []
+
+    def passes(
+        self, rows: list[Row], finish: Callable[[int, Batch, tuple[Tensor, ...]], Tensor], *, shares: list[Share | None] | None = None,
+        train: bool = False,
+    ) -> None:
+        """A forward pass of each row, in order; `finish` gets its number and what it returns, on the last stage's ranks.
+
+        shares: of each row, as the forward takes them. train: what `finish` returns is propagated backward. Collective over the replica.
+        """
+        given = shares or [None] * len(rows)
+        grid, module = self.grid, self.local
+        multiple = grid.cp * grid.tp if grid.tp > 1 else 1
+        lengths = [padded_length(row, multiple) for row in rows]
+        if grid.pp == 1:
+            for i, row in enumerate(rows):
+                batch = to_batch(row, self.device, lengths[i])
+                loss = finish(i, batch, module(batch, given[i]))
+                if train:
+                    loss.backward()
+            return
+        width = module.lm.config.get_text_config().hidden_size
+        for run in pipeline.batches(len(rows), grid.pp):
+            length = max(lengths[i] for i in run)
+            batches = {i: to_batch(rows[i], self.device, length) for i in run}
+            module.of_row = lambda i, batches=batches: (batches[i], given[i], functools.partial(finish, i))
+            tokens = torch.stack([batch.token_ids for batch in batches.values()])
+            part = self._part(length)
+            hidden = torch.empty(1, part, width, dtype=self.dtype, device="meta")
+            pipeline.run(module, grid, tokens, hidden, first_row=run.start, train=train)
+        module.of_row = None
+
+    def _part(self, tokens: int) -> int:
+        """How many of a row's tokens this rank has between its layers."""
+        module = self.local
+        for context in (module.context, module.sequence):
+            tokens = tokens if context is None else context.row(tokens).lengths[context.index]
+        return tokens
 
     @torch.no_grad()
     @explained("scoring", "training.max_tokens_per_batch, training.seq_len or, beside an engine, generator.gpu_memory_utilization")
     def logprobs(self, episodes: list[Episode]) -> list[np.ndarray]:
-        """Log-probs of the response tokens, [R] each, of this rank's share of `episodes`. Collective over the mesh."""
+        """Log-probs of the response tokens, [R] each, of this rank's share of `episodes`; only a last stage knows them.
+
+        Collective over the mesh.
+        """
         if not self.is_local:
             return []
         mine = share(episodes, self.grid)
-        rows = plan_rows([len(e.token_ids) for e in mine], 1, self.max_tokens)[0]
+        plan = plan_rows([len(e.token_ids) for e in mine], 1, self.max_tokens)[0]
+        plan += [[]] * (max(self._most_rows(episodes), self.grid.pp) - len(plan))
         scored: list[np.ndarray] = [np.zeros(0, np.float32)] * len(mine)
-        for row in rows + [[]] * (self._most_rows(episodes) - len(rows)):
-            batch = to_batch([mine[i] for i in row] or [IDLE], self.device)
-            values = self.local(batch)[0].cpu().numpy()
-            ends = np.cumsum([mine[i].num_response_tokens for i in row])
-            for i, part in zip(row, np.split(values, ends[:-1]), strict=False):
+
+        def keep(row: int, _batch: Batch, outputs: tuple[Tensor, ...]) -> Tensor:
+            ends = np.cumsum([mine[i].num_response_tokens for i in plan[row]])
+            for i, part in zip(plan[row], np.split(outputs[0].cpu().numpy(), ends[:-1]), strict=False):
                 scored[i] = part
+            return outputs[0].sum()
+
+        self.passes([[mine[i] for i in row] or [IDLE] for row in plan], keep)
         return scored
 
     def _most_rows(self, episodes: list[Episode]) -> int:
@@ -217,8 +296,9 @@ class Model:
         """
         shards = self.shards()
         for bucket in buckets:
-            for name, tensor, _ in bucket if shards else []:
-                blend(shards[name], tensor, mix)
+            for name, tensor, _ in bucket:
+                if name in shards:
+                    blend(shards[name], tensor, mix)
         self.refreshes += 1
 
     @torch.no_grad()
@@ -229,14 +309,8 @@ class Model:
         """
         if not self.is_local:
             return
-        first = self.grid.is_first
-        weights = {}
-        for name, shard in self.shards().items():
-            tensor = shard.detach().to(self.dtype)
-            tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-            if first:
-                weights[name] = tensor.cpu().clone()  # a gathered tensor is a view of padded storage, which cannot be saved
-        if first:
+        weights = pipeline.whole_model(self.shards(), self.grid, lambda tensor: tensor.to(self.dtype))
+        if self.grid.is_first:
             folder.mkdir(parents=True, exist_ok=True)
             config = self.local.lm.config
             config.dtype = self.dtype

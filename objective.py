@@ -12,12 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from batch import IDLE, Episode, pad, to_batch
+from batch import IDLE, Batch, Episode, pad
 from head import Share
 from losses.contract import forward_arguments, is_whole_batch, token_weights, whole_batch_loss
 from losses.correction import Masked, Truncated, Uncorrected
 from losses.kl import k3
 from model import Model, Row
+from parallel.pipeline import from_last_stage
 
 Correction = Callable[[Tensor, Tensor], Tensor]  # pi / pi_sampler [B, T] and mask [B, T] -> weight [B, T] (losses/correction.py)
 KNOWN = {"clip_low": "clip/low", "clip_high": "clip/high", "dual_clip": "clip/dual"}  # a loss's metrics, by their names in the log
@@ -252,12 +253,16 @@ def _first_pass(episodes: list[Episode], rows: list[Row], model: Model) -> tuple
     """Log-probs and entropies [R] of every episode of the step, on every rank. Costs a forward pass. Collective over the mesh."""
     mine: dict[int, list[np.ndarray]] = {}
     places = {id(e): i for i, e in enumerate(episodes)}
+
+    def keep(i: int, _batch: Batch, outputs: tuple[Tensor, ...]) -> Tensor:
+        ends = np.cumsum([e.num_response_tokens for e in rows[i]])[:-1]
+        parts = [np.split(t.cpu().numpy(), ends) for t in outputs]
+        mine.update({places[id(e)]: pair for e, *pair in zip(rows[i], *parts, strict=True) if id(e) in places})
+        return outputs[0].sum()
+
     with torch.no_grad():
-        for row in rows:
-            flat = [t.cpu().numpy() for t in model.local(to_batch(row, model.device))]
-            ends = np.cumsum([e.num_response_tokens for e in row])[:-1]
-            parts = [np.split(t, ends) for t in flat]
-            mine |= {places[id(e)]: pair for e, *pair in zip(row, *parts, strict=True) if id(e) in places}
+        model.passes(rows, keep)
+    mine = from_last_stage(mine, model.grid)
     gathered: list[dict[int, list[np.ndarray]]] = [{} for _ in range(model.grid.num_replicas)]
     dist.all_gather_object(gathered, mine, group=model.grid.group("dp"))
     known = {i: pair for shard in gathered for i, pair in shard.items()}

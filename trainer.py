@@ -14,11 +14,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from batch import Batch, Episode, from_dictionaries, to_batch
+from batch import Batch, Episode, from_dictionaries
 from metrics import TOKEN_MAXIMA, TOKEN_MEANS, TokenStats
 from model import Model
 from objective import Correction, Objective
 from parallel.memory import explained
+from parallel.pipeline import from_all_stages, from_last_stage
 
 
 @dataclass(kw_only=True)
@@ -109,6 +110,8 @@ class Trainer:
         if not model.is_local:
             return
         self._parameters = model.shards()
+        self._tied = model.tied_between_stages
+        self._present = set().union(*from_all_stages(set(map(module_group, self._parameters)), model.grid))
         groups: dict[tuple[int, bool], list[Tensor]] = {}
         for p in self._parameters.values():  # one fused call cannot mix meshes
             groups.setdefault((_sharded(p).device_mesh.ndim, p.ndim > 1), []).append(p)
@@ -146,38 +149,45 @@ class Trainer:
             return {}
         rows = self.model.rows(episodes)
         device, grid = self.model.device, self.model.grid
-        dp = grid.group("dp")
         loss = self.objective.of_step(episodes, rows, self.model)
+        shares = [loss.by_chunks(row) for row in rows]
         stats: TokenStats | None = None
         total = torch.zeros((), dtype=torch.float64, device=device)
-        for row in rows:
-            batch = to_batch(row, device)
-            by_chunks = loss.by_chunks(row)
-            if by_chunks is None:
-                scores = self.model.local(batch)
-                share, metrics, mask = loss.row(row, *(_grid(values, batch) for values in scores))
+
+        def finish(i: int, batch: Batch, outputs: tuple[Tensor, ...]) -> Tensor:
+            nonlocal stats
+            if shares[i] is None:
+                share, metrics, mask = loss.row(rows[i], *(_grid(values, batch) for values in outputs))
             else:
-                share, *scores = self.model.local(batch, by_chunks)
+                share, *scores = outputs
                 with torch.no_grad():
-                    _, metrics, mask = loss.row(row, *(_grid(values, batch) for values in scores))
-            (share * grid.num_shards).backward()  # undo FSDP's average: the weights are shares of the whole step
-            total += share.detach()
+                    _, metrics, mask = loss.row(rows[i], *(_grid(values, batch) for values in scores))
+            total.add_(share.detach())
             stats = stats or TokenStats(means=tuple(dict.fromkeys((*TOKEN_MEANS, *metrics))), device=device)
             for name, values in metrics.items():
                 stats.add(name, values, mask)
                 if (name := name.replace("mean", "max")) in TOKEN_MAXIMA:
                     stats.add(name, values, mask)
-        assert stats is not None, "no episodes"
-        dist.all_reduce(total, group=dp)
-        result = {"loss/policy": float(total) if loss.value is None else loss.value} | stats.reduce(dp) | loss.sequence_metrics(dp)
+            return share * grid.num_shards  # undo FSDP's average: the weights are shares of the whole step
+
+        self.model.passes(rows, finish, shares=shares, train=True)
+        result = {}
+        if self.model.local.is_last:
+            assert stats is not None, "no episodes"
+            dist.all_reduce(total, group=grid.group("dp"))
+            result = {"loss/policy": float(total) if loss.value is None else loss.value}
+            result |= stats.reduce(grid.group("dp")) | loss.sequence_metrics(grid.group("dp"))
         tokens = sum(int(e.loss_mask.sum()) for e in episodes)
-        return result | {"loss/tokens": float(tokens)} | self._step(step)
+        return from_last_stage(result, grid) | {"loss/tokens": float(tokens)} | self._step(step)
 
     @torch.no_grad()
     def _step(self, step: int) -> dict[str, float]:
         for p in self.model.tp_partial:
             if p.grad is not None:
                 dist.all_reduce(_local(p.grad), group=self.model.grid.group("tp"))
+        if self._tied is not None:
+            assert self._tied.grad is not None, "embedding and head are both in the loss"
+            dist.all_reduce(_local(self._tied.grad), group=self.model.grid.tied)
         norms = self._norms({name: p.grad for name, p in self._parameters.items() if p.grad is not None})
         norm = norms.pop("all")
         if not math.isfinite(norm):
@@ -196,8 +206,7 @@ class Trainer:
         self.updates += 1
         moved = self._norms({name: self._last_move(p, lr) for name, p in self._parameters.items()})["all"]
         moved /= self._norms(self._parameters)["all"]
-        present = set(map(module_group, self._parameters))
-        by_group = {f"grad/norm_{group}": value for group, value in norms.items() if group in present}
+        by_group = {f"grad/norm_{group}": value for group, value in norms.items() if group in self._present}
         return {"grad/norm": norm, "grad/clipped": float(clipped), "optim/lr": lr, "optim/update_to_weight": moved} | by_group
 
     def _last_move(self, p: Tensor, lr: float) -> Tensor:
@@ -215,6 +224,8 @@ class Trainer:
         groups = list(MODULE_GROUPS)
         sums = torch.zeros(2, len(groups), dtype=torch.float64, device=self.model.device)
         for name, tensor in tensors.items():
+            if self._parameters[name] is self._tied and not self.model.local.is_first:
+                continue  # it is the first stage's
             parameter = _sharded(self._parameters[name])
             copies = math.prod(parameter.device_mesh.size(i) for i, p in enumerate(parameter.placements) if p.is_replicate())
             square = _local(tensor).norm(dtype=torch.float32).double().square() / copies
@@ -224,6 +235,8 @@ class Trainer:
         if grid.tp > 1:
             dist.all_reduce(both := sums[1].clone(), group=grid.group("tp"))
             sums[1] = both
+        if grid.pp > 1:
+            dist.all_reduce(sums, group=grid.group("pp"))
         squares = sums.sum(0).tolist()
         return {g: math.sqrt(x) for g, x in zip(groups, squares, strict=True)} | {"all": math.sqrt(sum(squares))}
 

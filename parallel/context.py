@@ -14,12 +14,19 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from parallel.placement import Grid
+
 
 @dataclass(frozen=True)
 class Context:
     group: dist.ProcessGroup
     size: int
     index: int
+
+    @classmethod
+    def of(cls, grid: Grid, axis: str) -> "Context":
+        """This rank's, along an axis of a role's ranks."""
+        return cls(grid.group(axis), dist.get_world_size(grid.group(axis)), grid.index(axis))
 
     def row(self, tokens: int) -> "CutRow":
         """How a row of `tokens` is cut: parts that differ by one token at most, some of them empty where there are too few."""
@@ -39,6 +46,13 @@ class CutRow:
     @property
     def lengths(self) -> list[int]:
         return [last - first for first, last in self.bounds]
+
+    def deal(self, places: Tensor) -> tuple[Tensor, list[int]]:
+        """Which of the ascending `places` [M] in the row lie in this rank's part, counted from its first; how many lie in each part."""
+        first = torch.tensor([first for first, _ in self.bounds] + [self.bounds[-1][1]], device=places.device)
+        at = torch.searchsorted(places, first).tolist()
+        index = self.context.index
+        return places[at[index] : at[index + 1]] - self.own.start, [b - a for a, b in zip(at, at[1:], strict=False)]
 
     def heads_for_tokens(self, own: Tensor) -> Tensor:
         """[n, H, D], this rank's tokens with all heads -> [N, H / size, D], all tokens with this rank's heads.
@@ -87,9 +101,9 @@ class _Exchange(torch.autograd.Function):
 
 
 def from_all_ranks(own: Tensor, counts: list[int], context: Context) -> Tensor:
-    """The concatenation of every rank's [m], of which counts says the lengths; the gradient of a rank's part is its own slice.
+    """The concatenation of every rank's [m, ...], of which counts says the lengths; the gradient of a rank's part is its own slice.
 
-    All ranks must compute the same from the result: each has the whole loss, and only its own part's share of the gradient.
+    All ranks must have the same gradient of the result.
     """
     return _FromAll.apply(own, counts, context)
 
@@ -99,8 +113,8 @@ class _FromAll(torch.autograd.Function):
     def forward(ctx: Any, own: Tensor, counts: list[int], context: Context) -> Tensor:
         first = sum(counts[: context.index])
         ctx.own = slice(first, first + len(own))
-        parts = [own.new_empty(max(counts)) for _ in counts]
-        padded = own.new_zeros(max(counts))
+        padded = own.new_zeros(max(*counts, 1), *own.shape[1:])
+        parts = [torch.empty_like(padded) for _ in counts]
         padded[: len(own)] = own
         dist.all_gather(parts, padded, group=context.group)
         return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])

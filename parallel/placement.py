@@ -52,15 +52,10 @@ class ParallelismConfig:
     data_parallel_shard_degree: int = -1  # FSDP2 ranks of the trainer; -1: all that the other degrees leave
     tensor_parallel_degree: int = 1  # ranks that share each layer of trainer and reference
     context_parallel_degree: int = 1  # ranks that share each row of tokens of trainer and reference
-    pipeline_parallel_degree: int = 1  # 1; more is not supported yet
+    pipeline_parallel_degree: int = 1  # ranks among which the layers of trainer and reference are divided
 
     def check(self) -> None:
-        if self.pipeline_parallel_degree != 1:
-            raise ValueError(
-                f"pipeline_parallel_degree={self.pipeline_parallel_degree}: pipeline parallelism is not supported; set it to 1 and use "
-                f"tensor_parallel_degree or data_parallel_shard_degree"
-            )
-        for key in ("data_parallel_replicate_degree", "tensor_parallel_degree", "context_parallel_degree"):
+        for key in vars(self).keys() - {"data_parallel_shard_degree"}:
             if vars(self)[key] < 1:
                 raise ValueError(f"{key}={vars(self)[key]}: must be at least 1")
         if self.data_parallel_shard_degree < 1 and self.data_parallel_shard_degree != -1:
@@ -69,11 +64,12 @@ class ParallelismConfig:
 
     @property
     def ranks_per_replica(self) -> int:
-        return self.context_parallel_degree * self.tensor_parallel_degree
+        return self.pipeline_parallel_degree * self.context_parallel_degree * self.tensor_parallel_degree
 
     def product(self) -> str:
         """The degrees as a message names them; those that are 1 by default only where they are not."""
         named = {
+            "pipeline_parallel_degree": self.pipeline_parallel_degree,
             "data_parallel_replicate_degree": self.data_parallel_replicate_degree,
             "context_parallel_degree": self.context_parallel_degree,
         }
@@ -83,17 +79,18 @@ class ParallelismConfig:
 
 @dataclass(frozen=True)
 class RolePlan:
-    """Ranks of one role, in the order replicate, shard, cp, tp (the last fastest): `num_replicas` replicas of `cp x tp` ranks each."""
+    """Ranks of one role, in the order pp, replicate, shard, cp, tp (the last fastest): replicas of `pp x cp x tp` ranks each."""
 
     ranks: list[int]
     tp: int = 1
     cp: int = 1
+    pp: int = 1
     replicate: int = 1
     on_cpu: bool = False
 
     @property
     def num_replicas(self) -> int:
-        return len(self.ranks) // (self.tp * self.cp)
+        return len(self.ranks) // (self.pp * self.cp * self.tp)
 
 
 @dataclass(frozen=True)
@@ -119,7 +116,8 @@ class Plan:
 
         ValueError, with the table of what was asked for, when they do not fit.
         """
-        tp, cp, shards = parallelism.tensor_parallel_degree, parallelism.context_parallel_degree, parallelism.data_parallel_shard_degree
+        tp, cp, pp = parallelism.tensor_parallel_degree, parallelism.context_parallel_degree, parallelism.pipeline_parallel_degree
+        shards = parallelism.data_parallel_shard_degree
         replicate, replica = parallelism.data_parallel_replicate_degree, parallelism.ranks_per_replica
         generator_tp = services.generator.procs if services else 1
         cpu_reference = bool(services and services.ref_model and not services.ref_model.with_gpus)
@@ -138,9 +136,10 @@ class Plan:
             if world % generator_tp:
                 raise ValueError(f"services.generator.procs={generator_tp} does not divide the {world} ranks that all roles share")
             everyone = list(range(world))
-            reference = RolePlan(everyone, tp, cp, on_cpu=cpu_reference) if wants_reference else None
-            return cls(world, RolePlan(everyone, tp, cp, replicate), RolePlan(everyone, generator_tp), reference)
+            reference = RolePlan(everyone, tp, cp, pp, on_cpu=cpu_reference) if wants_reference else None
+            return cls(world, RolePlan(everyone, tp, cp, pp, replicate), RolePlan(everyone, generator_tp), reference)
 
+        per_replica = [("pipeline_parallel_degree", pp), ("context_parallel_degree", cp), ("tensor_parallel_degree", tp)]
         asked = [("trainer", services.trainer.procs, tp)]
         if services.ref_model and services.ref_model.with_gpus:
             asked.append(("ref_model", services.ref_model.procs, tp))
@@ -160,7 +159,7 @@ class Plan:
         if "ref_model" in bounds and len(bounds["ref_model"]) % replica:
             problems.append(
                 f"services.ref_model.procs={len(bounds['ref_model'])} is not a multiple of "
-                f"{f'tensor_parallel_degree={tp}' if cp == 1 else f'context_parallel_degree={cp} x tensor_parallel_degree={tp}'}; "
+                f"{' x '.join(f'{name}={degree}' for name, degree in per_replica if degree > 1)}; "
                 f"set services.ref_model.procs: {replica}"
             )
         if world_size is not None and world_size < first:
@@ -176,8 +175,8 @@ class Plan:
             raise ValueError("the services do not fit:\n" + rows + "".join(f"\n  - {p}" for p in problems))
         ref = None
         if services.ref_model:
-            ref = RolePlan(bounds["trainer"], tp, cp, on_cpu=True) if cpu_reference else RolePlan(bounds["ref_model"], tp, cp)
-        return cls(first, RolePlan(bounds["trainer"], tp, cp, replicate), RolePlan(bounds["generator"], generator_tp), ref)
+            ref = RolePlan(bounds["trainer" if cpu_reference else "ref_model"], tp, cp, pp, on_cpu=cpu_reference)
+        return cls(first, RolePlan(bounds["trainer"], tp, cp, pp, replicate), RolePlan(bounds["generator"], generator_tp), ref)
 
     def table(self) -> str:
         """The rank table, as `--plan` and the start of a run print it."""
@@ -189,7 +188,7 @@ class Plan:
             kind = "engines" if name == "generator" else "FSDP shards"
             note = " (on the CPU)" if role.on_cpu else ""
             copies = f"{role.replicate} x " if role.replicate > 1 else ""
-            more = f" x CP {role.cp}" if role.cp > 1 else ""
+            more = (f" x PP {role.pp}" if role.pp > 1 else "") + (f" x CP {role.cp}" if role.cp > 1 else "")
             count = f"{copies}{role.num_replicas // role.replicate} {kind}{more} x TP {role.tp}"
             lines.append(f"  {name:<11} {_span(role.ranks):<14} {count}{note}")
         return "\n".join(lines)
@@ -202,32 +201,38 @@ def _span(ranks: list[int]) -> str:
 class Grid:
     """A role's ranks as meshes. Every rank of the world makes every grid, in the same order; `holds` says who is in it.
 
-    Replicas ("dp") get different rows; the ranks of a replica compute the same rows together, "cp" cutting a row's tokens and "tp" a
-    layer's matrices. Weights are sharded over what is not "tp", in `replicate` copies.
+    Replicas ("dp") get different rows; the ranks of a replica compute the same rows together, "pp" dividing the layers into stages, "cp"
+    cutting a row's tokens and "tp" a layer's matrices. A stage's weights are sharded over what is not "tp", in `replicate` copies.
     """
 
     def __init__(self, role: RolePlan, device_type: str):
         ranks = torch.tensor(role.ranks)
         self.ranks, self.device_type = role.ranks, device_type
-        self.num_replicas, self.cp, self.tp = role.num_replicas, role.cp, role.tp
-        self.work = DeviceMesh(device_type, ranks.view(-1, role.cp, role.tp), mesh_dim_names=("dp", "cp", "tp"))
+        self.num_replicas, self.pp, self.cp, self.tp = role.num_replicas, role.pp, role.cp, role.tp
+        self.stages: list[list[int]] = ranks.view(role.pp, -1).tolist()  # the ranks of each
+        self.work = DeviceMesh(device_type, ranks.view(role.pp, -1, role.cp, role.tp), mesh_dim_names=("pp", "dp", "cp", "tp"))
         self.weights = self.work
         if role.cp > 1 or role.replicate > 1:
-            names = ("replicate", "shard", "tp")
-            self.weights = DeviceMesh(device_type, ranks.view(role.replicate, -1, role.tp), mesh_dim_names=names)
+            names = ("pp", "replicate", "shard", "tp")
+            self.weights = DeviceMesh(device_type, ranks.view(role.pp, role.replicate, -1, role.tp), mesh_dim_names=names)
         # The ranks that hold different parts of the weights that "tp" does not cut.
         self.shards: dist.ProcessGroup | None = None
-        for column in ranks.view(-1, role.tp).T.tolist():
+        for column in ranks.view(role.pp, -1, role.tp).transpose(1, 2).flatten(0, 1).tolist():
             group = dist.new_group(column)
             self.shards = group if dist.get_rank() in column else self.shards
+        # The ranks of the first and the last stage that hold the same part of a tied embedding.
+        self.tied: dist.ProcessGroup | None = None
+        for pair in zip(self.stages[0], self.stages[-1], strict=True) if role.pp > 1 else []:
+            group = dist.new_group(list(pair))
+            self.tied = group if dist.get_rank() in pair else self.tied
         self._replicate = role.replicate
 
     def group(self, axis: str) -> dist.ProcessGroup:
-        """This rank's, along "dp", "cp" or "tp"."""
+        """This rank's, along "pp", "dp", "cp" or "tp"."""
         return self.work.get_group(axis)
 
     def index(self, axis: str) -> int:
-        """This rank's place along "dp", "cp" or "tp"."""
+        """This rank's place along "pp", "dp", "cp" or "tp"."""
         return self.work.get_local_rank(axis)
 
     @property
@@ -244,8 +249,12 @@ class Grid:
 
     @property
     def spokesmen(self) -> list[int]:
-        """The first rank of each replica."""
-        return self.ranks[:: self.cp * self.tp]
+        """The first rank of each replica's last stage, which has the replica's results."""
+        return self.stages[-1][:: self.cp * self.tp]
+
+    def ends(self, stage: int) -> tuple[int, int]:
+        """The first rank of a stage, and of the first stage: one pipeline's."""
+        return self.stages[stage][0], self.ranks[0]
 
     @property
     def is_first(self) -> bool:
@@ -289,7 +298,7 @@ class Placement:
         objects = dist.new_group(backend="gloo")
         trainer_group = dist.new_group(plan.trainer.ranks)
         replica = None
-        for row in generator.work.mesh.flatten(1).tolist():
+        for row in torch.tensor(plan.generator.ranks).view(-1, plan.generator.tp).tolist():
             group = dist.new_group(row)
             if dist.get_rank() in row:
                 replica = group

@@ -6,33 +6,46 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, PrepareModuleInput, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
+from parallel.pipeline import Passing, bounds
 from parallel.placement import Grid
 
 
 @dataclass(frozen=True)
 class Plan:
     blocks: str = "model.layers"  # dotted path of the ModuleList of transformer blocks
-    tp: dict[str, ParallelStyle] = field(default_factory=dict)  # path inside a block -> cut
-    partial: tuple[str, ...] = ()  # paths inside a block whose whole weights see only this rank's heads: gradients add up over TP
+    norm: str = "model.norm"  # of the last norm, before the head
+    tp: dict[str, ParallelStyle] = field(default_factory=dict)  # path inside a block -> what is done there
+
+    @property
+    def cut(self) -> list[str]:
+        """Paths inside a block of what tensor parallelism cuts."""
+        return [path for path, style in self.tp.items() if not isinstance(style, PrepareModuleInput)]
 
 
+# Between attention and MLP each tensor rank has a part of the tokens (sequence parallelism, 2205.05198): they are gathered where a module
+# that is cut begins, and its results are summed and dealt out where it ends. The tokens are in dimension 1.
+TOKENS = Shard(1)
 LLAMA = Plan(
     tp={
+        "self_attn": PrepareModuleInput(
+            input_kwarg_layouts={"hidden_states": TOKENS}, desired_input_kwarg_layouts={"hidden_states": Replicate()}
+        ),
         "self_attn.q_proj": ColwiseParallel(),
         "self_attn.k_proj": ColwiseParallel(),
         "self_attn.v_proj": ColwiseParallel(),
-        "self_attn.o_proj": RowwiseParallel(),
+        "self_attn.o_proj": RowwiseParallel(output_layouts=TOKENS),
+        "mlp": PrepareModuleInput(input_layouts=(TOKENS,), desired_input_layouts=(Replicate(),)),
         "mlp.gate_proj": ColwiseParallel(),
         "mlp.up_proj": ColwiseParallel(),
-        "mlp.down_proj": RowwiseParallel(),
+        "mlp.down_proj": RowwiseParallel(output_layouts=TOKENS),
     },
 )
-QWEN3 = Plan(tp=LLAMA.tp, partial=("self_attn.q_norm", "self_attn.k_norm"))
 
-PLANS = {"llama": LLAMA, "mistral": LLAMA, "qwen2": LLAMA, "qwen3": QWEN3}  # keyed by the Hugging Face `model_type`
+PLANS = {"llama": LLAMA, "mistral": LLAMA, "qwen2": LLAMA, "qwen3": LLAMA}  # keyed by the Hugging Face `model_type`
 
 
 def parallelize(
@@ -45,12 +58,14 @@ def parallelize(
     compute: torch.dtype,
     recompute: bool = False,
 ) -> list[nn.Parameter]:
-    """Cut `model` along "tp", then shard along the other axes; in place, block by block, so that one full block at a time is on the device.
+    """Leave this rank's stage of `model`, cut it along "tp", then shard it along the other axes.
 
+    In place, block by block, so that one full block at a time is on the device.
     root: the module whose forward uses `model`; it gathers what is in no block. weights: dtype of the sharded parameters;
     compute: of the forward and backward passes. recompute: a block keeps its inputs only, and is computed again in the backward pass.
-    Returns the parameters whose gradients must be summed over "tp".
-    ValueError when the family has no plan for tensor parallelism or its heads cannot be dealt out.
+    Returns the parameters whose gradients must be summed over "tp": those that are not cut, since each rank has seen a part of the tokens,
+    of the heads (q_norm) or of the vocabulary.
+    ValueError when the family has no plan for tensor or pipeline parallelism, or when its heads or layers cannot be dealt out.
     """
     tp = grid.tp
     plan = PLANS.get(model.config.model_type, Plan())
@@ -59,33 +74,55 @@ def parallelize(
     if grid.cp > 1:
         _check_cp(model, tp, grid.cp)
     precision = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    partial: list[nn.Parameter] = []
-    for block in model.get_submodule(plan.blocks):
+    for block in _stage(model, plan, grid):
         block.to(device=device, dtype=weights)
         if tp > 1:
             parallelize_module(block, grid.weights["tp"], plan.tp, src_data_rank=None)
         if recompute:
             block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
         fully_shard(block, mesh=grid.fsdp, mp_policy=precision)
-        if tp > 1:
-            partial += [p for path in plan.partial for p in block.get_submodule(path).parameters()]
     root.to(device=device)
     for parameter in root.parameters():
         parameter.data = parameter.data.to(weights)
     fully_shard(root, mesh=grid.fsdp, mp_policy=precision, reshard_after_forward=False)
-    if tp > 1:
-        # Each rank's head computes its part of the vocabulary, so the gradient of the whole weight adds up over "tp". A tied weight is
-        # also the embedding's, whose gradient every rank has whole: each gives its part of that too.
-        head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
-        partial += head.parameters()
-        if head.weight is embedding.weight:
-            embedding.register_forward_hook(lambda _module, _inputs, output: _divide_gradient(output, tp))
-    return partial
+    return [p for p in root.parameters() if "tp" not in _axes(p)] if tp > 1 else []
 
 
-def _divide_gradient(output: torch.Tensor, count: int) -> None:
-    if output.requires_grad:
-        output.register_hook(lambda gradient: gradient / count)
+def _axes(parameter: nn.Parameter) -> tuple[str, ...]:
+    """Of the mesh over which it is spread."""
+    assert isinstance(parameter, DTensor), "every parameter is sharded by FSDP, over one rank at least"
+    return parameter.device_mesh.mesh_dim_names or ()
+
+
+def _stage(model: nn.Module, plan: Plan, grid: Grid) -> list[nn.Module]:
+    """The blocks of this rank's stage; what other stages hold is taken out of the model, and lets what it is given pass.
+
+    The last stage keeps a tied embedding, for the head's sake.
+    """
+    blocks = model.get_submodule(plan.blocks)
+    if grid.pp == 1:
+        return list(blocks)
+    if model.config.model_type not in PLANS:
+        raise ValueError(_no_plan("pipeline", grid.pp, model.config.model_type))
+    stage, is_last = grid.index("pp"), grid.index("pp") == grid.pp - 1
+    first, last = bounds(len(blocks), grid.pp)[stage]
+    for i in range(len(blocks)):
+        if not first <= i < last:
+            blocks[i] = Passing()
+    tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    if not is_last:
+        model.set_output_embeddings(Passing())
+        model.set_submodule(plan.norm, Passing())
+    if stage > 0 and not (is_last and tied):
+        model.set_input_embeddings(Passing())
+    return list(blocks[first:last])
+
+
+def _no_plan(kind: str, degree: int, family: str) -> str:
+    return (
+        f"parallelism.{kind}_parallel_degree={degree}: model family {family!r} has no plan for it; set it to 1, or add the family to PLANS "
+        f"in parallel/plans.py (known: {', '.join(PLANS)})"
+    )
 
 
 def _check_cp(model: nn.Module, tp: int, cp: int) -> None:
@@ -103,10 +140,7 @@ def _check_cp(model: nn.Module, tp: int, cp: int) -> None:
 def _check_tp(model: nn.Module, plan: Plan, tp: int) -> None:
     config = model.config
     if not plan.tp:
-        raise ValueError(
-            f"parallelism.tensor_parallel_degree={tp}: model family {config.model_type!r} has no tensor-parallel plan; set it to 1, "
-            f"or add the family to PLANS in parallel/plans.py (known: {', '.join(PLANS)})"
-        )
+        raise ValueError(_no_plan("tensor", tp, config.model_type))
     for name, count in (("attention", config.num_attention_heads), ("key-value", config.num_key_value_heads)):
         if count % tp:
             raise ValueError(f"parallelism.tensor_parallel_degree={tp} does not divide the model's {count} {name} heads")

@@ -195,8 +195,7 @@ def test_a_plan_for_no_number_of_ranks_is_refused(number, planned):
                                     "GPUs set device: cpu"),
     (["trainer.num_replicas=2"], "services.trainer.num_replicas=2: only the generator has replicas; give trainer more ranks with "
                                  "trainer.procs and spread them with parallelism.data_parallel_shard_degree"),
-    (["parallelism.pipeline_parallel_degree=2"], "parallelism.pipeline_parallel_degree=2: pipeline parallelism is not supported; set it "
-                                                 "to 1 and use tensor_parallel_degree or data_parallel_shard_degree"),
+    (["parallelism.pipeline_parallel_degree=0"], "parallelism.pipeline_parallel_degree=0: must be at least 1"),
 ])  # fmt: skip
 def test_what_cannot_be_is_refused_with_the_key_the_value_and_the_reason(arguments, message, planned):
     with pytest.raises(ValueError) as error:
