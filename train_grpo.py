@@ -42,9 +42,9 @@ class Config:
     grpo: startup.GRPOConfig = field(default_factory=startup.GRPOConfig)
     loss: config.Call | None = None  # a loss class with its options, in place of grpo.clip_low, grpo.clip_high and grpo.beta
     rewards: dict[str, config.Call] = field(default_factory=dict)  # by name: fn, weight (1.0) and the options of fn
-    services: ServicesConfig | None = None  # ranks of each role; null: every role on every rank
-    colocate: bool = False  # true: every role on every rank; of services only generator.procs counts, as the engine's TP degree
     parallelism: ParallelismConfig = field(default_factory=ParallelismConfig)
+    services: ServicesConfig | None = None  # ranks of each role; null: every role on every rank
+    colocate: bool = False  # true: every role on every rank; of services only generator.procs and the reference's other keys count
     generator: GeneratorConfig = field(default_factory=GeneratorConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)

@@ -50,7 +50,7 @@ class Config:
 
 def main() -> None:
     cfg = config.load(Config, arguments())
-    plan = make_plan(None, cfg.parallelism, colocate=True, wants_reference=False)
+    plan = make_plan(None, cfg.parallelism, model=cfg.model, colocate=True, wants_reference=False)
     if plan is not None:  # None: --plan has printed it
         place = Placement.build(plan, cfg.device)
         train(cfg, place, open_run(cfg, place))

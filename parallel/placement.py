@@ -4,14 +4,18 @@ A role is a sub-mesh of the world; a rank may be in one, several or all of them.
 ranks *are* colocated. `Plan` is the arithmetic (no processes needed: `--plan` prints it), `Placement` the meshes made from it.
 """
 
+import itertools
+import math
 import os
 import socket
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+
+REFERENCE_KEY = "services.ref_model.parallelism"
 
 
 @dataclass(kw_only=True)
@@ -19,6 +23,7 @@ class ServiceConfig:
     procs: int = 1  # ranks of this role; for the generator: tensor-parallel ranks of one replica
     num_replicas: int = 1  # engine replicas; trainer and ref_model have one
     with_gpus: bool = True  # on the run's device; false for ref_model: on the CPU of the trainer's ranks
+    parallelism: "ParallelismConfig | None" = None  # ref_model's own degrees; null: the trainer's tensor, context and pipeline degrees
 
     def check(self) -> None:
         for key, value in (("procs", self.procs), ("num_replicas", self.num_replicas)):
@@ -39,11 +44,14 @@ class ServicesConfig:
                     f"{name}.num_replicas={service.num_replicas}: only the generator has replicas; give {name} more ranks with "
                     f"{name}.procs and spread them with parallelism.data_parallel_shard_degree"
                 )
+        instead = {"trainer": "set the top-level parallelism", "generator": "set generator.procs, the tensor-parallel ranks of an engine"}
         for name, service in (("trainer", self.trainer), ("generator", self.generator)):
             if not service.with_gpus:
                 raise ValueError(
                     f"{name}.with_gpus=false: only ref_model can leave the run's device; for a run without GPUs set device: cpu"
                 )
+            if service.parallelism is not None:
+                raise ValueError(f"{name}.parallelism: only ref_model has degrees of its own here; remove it and {instead[name]}")
 
 
 @dataclass(kw_only=True)
@@ -61,10 +69,19 @@ class ParallelismConfig:
         if self.data_parallel_shard_degree < 1 and self.data_parallel_shard_degree != -1:
             raise ValueError(f"data_parallel_shard_degree={self.data_parallel_shard_degree}: must be at least 1, or -1 for the rest")
 
+    @property
+    def multiple(self) -> int:
+        """Of which the number of ranks must be one: the ranks of every copy of a shard."""
+        per_replica = self.pipeline_parallel_degree * self.context_parallel_degree * self.tensor_parallel_degree
+        return per_replica * self.data_parallel_replicate_degree
 
     @property
-    def ranks_per_replica(self) -> int:
-        return self.pipeline_parallel_degree * self.context_parallel_degree * self.tensor_parallel_degree
+    def least(self) -> int:
+        """Ranks that are needed; exactly so many where the shards are numbered."""
+        return self.multiple * max(self.data_parallel_shard_degree, 1)
+
+    def fit(self, ranks: int) -> bool:
+        return ranks % self.multiple == 0 and self.data_parallel_shard_degree in (-1, ranks // self.multiple)
 
     def product(self) -> str:
         """The degrees as a message names them; those that are 1 by default only where they are not."""
@@ -87,6 +104,12 @@ class RolePlan:
     pp: int = 1
     replicate: int = 1
     on_cpu: bool = False
+    key: str = "parallelism"  # where the configuration says the degrees
+
+    @classmethod
+    def of(cls, ranks: list[int], degrees: ParallelismConfig, key: str = "parallelism", *, on_cpu: bool = False) -> "RolePlan":
+        tp, cp, pp = degrees.tensor_parallel_degree, degrees.context_parallel_degree, degrees.pipeline_parallel_degree
+        return cls(ranks, tp, cp, pp, degrees.data_parallel_replicate_degree, on_cpu, key)
 
     @property
     def num_replicas(self) -> int:
@@ -116,67 +139,20 @@ class Plan:
 
         ValueError, with the table of what was asked for, when they do not fit.
         """
-        tp, cp, pp = parallelism.tensor_parallel_degree, parallelism.context_parallel_degree, parallelism.pipeline_parallel_degree
-        shards = parallelism.data_parallel_shard_degree
-        replicate, replica = parallelism.data_parallel_replicate_degree, parallelism.ranks_per_replica
+        reference = services.ref_model if services else None
+        on_cpu = reference is not None and not reference.with_gpus
+        degrees, key = _of_reference(reference, parallelism)
+        asked = [(parallelism, "parallelism", "the trainer")] + ([(degrees, key, "the reference")] if wants_reference else [])
         generator_tp = services.generator.procs if services else 1
-        cpu_reference = bool(services and services.ref_model and not services.ref_model.with_gpus)
         if services is None or colocate:
-            least = max(generator_tp, replica * replicate * max(shards, 1))
-            world = world_size or least
-            if world % (replica * replicate):
-                alone = replica * replicate == tp
-                degrees = f"parallelism.tensor_parallel_degree={tp}" if alone else f"the product of parallelism ({parallelism.product()})"
-                raise ValueError(f"all roles share {world} ranks, which {degrees} does not divide; start a multiple")
-            if shards not in (-1, world // (replica * replicate)):
-                raise ValueError(
-                    f"all roles share {world} ranks, but parallelism asks the trainer for {parallelism.product()}; start {least} ranks, or "
-                    f"set data_parallel_shard_degree: -1"
-                )
-            if world % generator_tp:
-                raise ValueError(f"services.generator.procs={generator_tp} does not divide the {world} ranks that all roles share")
-            everyone = list(range(world))
-            reference = RolePlan(everyone, tp, cp, pp, on_cpu=cpu_reference) if wants_reference else None
-            return cls(world, RolePlan(everyone, tp, cp, pp, replicate), RolePlan(everyone, generator_tp), reference)
-
-        per_replica = [("pipeline_parallel_degree", pp), ("context_parallel_degree", cp), ("tensor_parallel_degree", tp)]
-        asked = [("trainer", services.trainer.procs, tp)]
-        if services.ref_model and services.ref_model.with_gpus:
-            asked.append(("ref_model", services.ref_model.procs, tp))
-        asked.append(("generator", generator_tp * services.generator.num_replicas, generator_tp))
-        bounds, first = {}, 0
-        for name, count, _ in asked:
-            bounds[name] = list(range(first, first + count))
-            first += count
-        problems = []
-        needed = replica * replicate * max(shards, 1)
-        if services.trainer.procs % (replica * replicate) or (shards != -1 and services.trainer.procs != needed):
-            first += needed - services.trainer.procs  # what follows speaks of the roles as they would then be
-            problems.append(
-                f"services.trainer.procs={services.trainer.procs}, but parallelism asks for {parallelism.product()} = {needed} ranks; set "
-                f"services.trainer.procs: {needed}, or data_parallel_shard_degree: -1"
-            )
-        if "ref_model" in bounds and len(bounds["ref_model"]) % replica:
-            problems.append(
-                f"services.ref_model.procs={len(bounds['ref_model'])} is not a multiple of "
-                f"{' x '.join(f'{name}={degree}' for name, degree in per_replica if degree > 1)}; "
-                f"set services.ref_model.procs: {replica}"
-            )
-        if world_size is not None and world_size < first:
-            fewer = "set ref_model.with_gpus: false or remove ref_model (with beta 0), " if "ref_model" in bounds else ""
-            problems.append(
-                f"the roles need {first} ranks and there are {world_size}; start more (--nproc {first}), lower services.*.procs, "
-                f"{fewer}or set colocate: true to share {world_size} ranks"
-            )
-        if world_size is not None and world_size > first:
-            problems.append(f"{world_size - first} of {world_size} ranks would be idle; start {first}, or raise services.*.procs")
-        if problems:
-            rows = "\n".join(f"  {name:<10} {_span(bounds[name]):<14} {len(bounds[name])} ranks" for name, _, _ in asked)
-            raise ValueError("the services do not fit:\n" + rows + "".join(f"\n  - {p}" for p in problems))
-        ref = None
-        if services.ref_model:
-            ref = RolePlan(bounds["trainer" if cpu_reference else "ref_model"], tp, cp, pp, on_cpu=cpu_reference)
-        return cls(first, RolePlan(bounds["trainer"], tp, cp, pp, replicate), RolePlan(bounds["generator"], generator_tp), ref)
+            everyone = list(range(world_size or math.lcm(generator_tp, *(of_role.least for of_role, _, _ in asked))))
+            _check_shared(len(everyone), asked, generator_tp)
+            ref = RolePlan.of(everyone, degrees, key, on_cpu=on_cpu) if wants_reference else None
+            return cls(len(everyone), RolePlan.of(everyone, parallelism), RolePlan(everyone, generator_tp), ref)
+        bounds = _check_separate(services, parallelism, world_size)
+        ref = RolePlan.of(bounds["trainer" if on_cpu else "ref_model"], degrees, key, on_cpu=on_cpu) if reference else None
+        generator = RolePlan(bounds["generator"], generator_tp)
+        return cls(sum(map(len, bounds.values())), RolePlan.of(bounds["trainer"], parallelism), generator, ref)
 
     def table(self) -> str:
         """The rank table, as `--plan` and the start of a run print it."""
@@ -192,6 +168,90 @@ class Plan:
             count = f"{copies}{role.num_replicas // role.replicate} {kind}{more} x TP {role.tp}"
             lines.append(f"  {name:<11} {_span(role.ranks):<14} {count}{note}")
         return "\n".join(lines)
+
+
+def _check_shared(world: int, asked: list[tuple[ParallelismConfig, str, str]], generator_tp: int) -> None:
+    """asked: degrees, their section and who has them. ValueError where `world` ranks, of which every role has all, cannot have them."""
+    for degrees, key, who in asked:
+        if world % degrees.multiple:
+            tp = degrees.tensor_parallel_degree
+            named = f"{key}.tensor_parallel_degree={tp}" if degrees.multiple == tp else f"the product of {key} ({degrees.product()})"
+            raise ValueError(
+                f"all roles share {world} ranks, which {named} does not divide; start a multiple of {degrees.multiple} "
+                f"(--nproc {_next(world, degrees.multiple)}), or lower the degrees to a product that divides {world}"
+            )
+        if not degrees.fit(world):
+            raise ValueError(
+                f"all roles share {world} ranks, but {key} asks {who} for {degrees.product()}; start {degrees.least} ranks, or "
+                f"set {'' if key == 'parallelism' else key + '.'}data_parallel_shard_degree: -1"
+            )
+    if world % generator_tp:
+        raise ValueError(
+            f"services.generator.procs={generator_tp} does not divide the {world} ranks that all roles share; start a multiple of "
+            f"{generator_tp} (--nproc {_next(world, generator_tp)}), or set services.generator.procs to a divisor of {world}"
+        )
+
+
+def _of_reference(reference: ServiceConfig | None, policy: ParallelismConfig) -> tuple[ParallelismConfig, str]:
+    """The reference's degrees and their section. The policy's cut it alike and leave the rest to shards: copies are for gradients."""
+    if reference is not None and reference.parallelism is not None:
+        return reference.parallelism, REFERENCE_KEY
+    return replace(policy, data_parallel_replicate_degree=1, data_parallel_shard_degree=-1), "parallelism"
+
+
+def _check_separate(services: ServicesConfig, parallelism: ParallelismConfig, world_size: int | None) -> dict[str, list[int]]:
+    """The ranks of each service on ranks of its own, one after the other. ValueError with a table where something does not fit."""
+    trainer, ref_model, generator = services.trainer, services.ref_model, services.generator
+    degrees, key = _of_reference(ref_model, parallelism)
+    counts = {"trainer": trainer.procs}
+    if ref_model is not None and ref_model.with_gpus:
+        counts["ref_model"] = ref_model.procs
+    counts["generator"] = generator.procs * generator.num_replicas
+    ends = [*itertools.accumulate(counts.values(), initial=0)]
+    bounds = {name: list(range(first, end)) for name, (first, end) in zip(counts, itertools.pairwise(ends), strict=True)}
+    needed = dict(counts)  # what the roles would have, were their degrees heard
+    problems = []
+    if not parallelism.fit(trainer.procs):
+        needed["trainer"], told = _misfit("services.trainer.procs", trainer.procs, parallelism, "parallelism")
+        problems.append(told)
+    if "ref_model" in counts and not degrees.fit(counts["ref_model"]):
+        needed["ref_model"], told = _misfit("services.ref_model.procs", counts["ref_model"], degrees, key)
+        problems.append(told)
+    if ref_model is not None and not ref_model.with_gpus and not degrees.fit(needed["trainer"]):
+        problems.append(
+            f"{REFERENCE_KEY} asks for {degrees.product()}, and the reference is on the CPU of the trainer's {needed['trainer']} ranks; "
+            f"set {REFERENCE_KEY}: null for the trainer's degrees, or degrees whose product divides {needed['trainer']}"
+        )
+    total = sum(needed.values())
+    if world_size is not None and world_size < total:
+        fewer = "set ref_model.with_gpus: false or remove ref_model (with beta 0), " if "ref_model" in counts else ""
+        problems.append(
+            f"the roles need {total} ranks and there are {world_size}; start more (--nproc {total}), lower services.*.procs, "
+            f"{fewer}or set colocate: true to share {world_size} ranks"
+        )
+    if world_size is not None and world_size > total:
+        problems.append(f"{world_size - total} of {world_size} ranks would be idle; start {total}, or raise services.*.procs")
+    if problems:
+        rows = "\n".join(f"  {name:<10} {_span(ranks):<14} {len(ranks)} ranks" for name, ranks in bounds.items())
+        raise ValueError("the services do not fit:\n" + rows + "".join(f"\n  - {p}" for p in problems))
+    return bounds
+
+
+def _misfit(name: str, procs: int, degrees: ParallelismConfig, key: str) -> tuple[int, str]:
+    """How many ranks `degrees`, of section `key`, would have, and the message that says so of `name`."""
+    if degrees.data_parallel_shard_degree != -1:
+        needed, shards = degrees.least, "data_parallel_shard_degree" if key == "parallelism" else f"{key}.data_parallel_shard_degree"
+        return needed, f"{name}={procs}, but {key} asks for {degrees.product()} = {needed} ranks; set {name}: {needed}, or {shards}: -1"
+    needed, other = _next(procs, degrees.multiple), f"lower these degrees to a product that divides {procs}"
+    if name == "services.ref_model.procs" and key == "parallelism":
+        other = f"give the reference degrees of its own with {REFERENCE_KEY}"
+    why = f"{procs} is not a multiple of {degrees.multiple}, and {key} has {degrees.product()}"
+    return needed, f"{name}={why}; set {name}: {needed}, or {other}"
+
+
+def _next(count: int, multiple: int) -> int:
+    """The first multiple that is not less than `count`."""
+    return -(-count // multiple) * multiple
 
 
 def _span(ranks: list[int]) -> str:
