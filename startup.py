@@ -33,7 +33,8 @@ from losses.correction import Truncated
 from model import ModelSource
 from parallel.fit import check_model, idle_ranks
 from parallel.hardware import largest_memory
-from parallel.placement import ParallelismConfig, Placement, Plan, ServicesConfig
+from parallel.placement import Placement
+from parallel.roles import ParallelismConfig, Plan, ServicesConfig
 from rollout.sampling import Sampling, sampling_seed
 from trainer import TrainingConfig
 

@@ -3,9 +3,9 @@
 from collections.abc import Iterable
 from typing import Any
 
-from parallel.placement import Plan, RolePlan
 from parallel.plans import PLANS
 from parallel.plans import Plan as FamilyPlan
+from parallel.roles import Plan, RolePlan
 
 
 def check_model(config: Any, plan: Plan) -> None:

@@ -10,6 +10,7 @@ from transformers import LlamaConfig
 
 import train_grpo
 from parallel.fit import check_engine
+from parallel.placement import check_gpus
 
 ROOT = Path(__file__).parent.parent
 GUIDE = ROOT / "tests/data/guide"
@@ -200,9 +201,9 @@ MODEL_LIMITS = [  # of 4 attention heads, 2 key-value heads, 2 layers and 192 co
     (["parallelism.tensor_parallel_degree=4"], 4, "parallelism.tensor_parallel_degree=4 does not divide the model's 2 key-value heads; set "
      "it to 1 or 2, and use more ranks with data_parallel_shard_degree, which any number of ranks may have, or with "
      "pipeline_parallel_degree"),
-    (["parallelism.context_parallel_degree=3"], 3, "parallelism.context_parallel_degree=3 must divide a rank's 4 attention heads, and "
-     "divide or be a multiple of its 2 key-value heads; set it to 1, 2 or 4, or use more ranks with data_parallel_shard_degree, which any number "
-     "of ranks may have"),
+    (["parallelism.context_parallel_degree=3"], 3,
+     "parallelism.context_parallel_degree=3 must divide a rank's 4 attention heads, and divide or be a multiple of its 2 key-value heads; "
+     "set it to 1, 2 or 4, or use more ranks with data_parallel_shard_degree, which any number of ranks may have"),
     (["parallelism.pipeline_parallel_degree=3"], 3, "parallelism.pipeline_parallel_degree=3 exceeds the model's 2 layers: lower it to 2 at "
      "most, or set it to 1 and spread the weights with data_parallel_shard_degree"),
     (["colocate=true", "services.generator.procs=3"], 3, "services.generator.procs=3 does not divide the model's 4 attention heads, which "
@@ -232,6 +233,15 @@ def test_an_engine_that_vllm_would_refuse_is_refused_with_what_it_takes(sizes, p
 
 def test_an_engine_may_have_more_ranks_than_key_value_heads_and_any_vocabulary():
     check_engine(LlamaConfig(hidden_size=64, num_attention_heads=8, num_key_value_heads=2, vocab_size=17, intermediate_size=64), 8)
+
+
+def test_a_host_with_fewer_gpus_than_ranks_is_refused_with_what_can_be_given_up():
+    check_gpus(4, 4)
+    with pytest.raises(ValueError) as error:
+        check_gpus(4, 2)
+    assert str(error.value).startswith("this host has 4 ranks and 2 GPUs, and each rank needs one: start 2 here (--nproc 2) with fewer ")
+    for remedy in ("colocate: true", "services.ref_model.with_gpus: false", "grpo.beta: 0"):
+        assert remedy in str(error.value)
 
 
 def test_ranks_without_work_are_a_warning_that_says_how_many(planned):
