@@ -8,8 +8,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from model import head_width
 from parallel.memory import GIB, TrainingBytes, training_bytes
-from parallel.placement import Plan, RolePlan
 from parallel.plans import PLANS
+from parallel.roles import Plan, RolePlan
 
 
 @dataclass(frozen=True)

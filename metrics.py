@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from batch import Group
+from parallel.launch import enter
 
 # Per token, by the trainer: entropy/mean is exact, entropy/nll is -logprobs of the sampled tokens, kl/old is
 # old_logprobs - logprobs (k1), clip/high and clip/low are shares of tokens with A > 0 above the range and A < 0 below
@@ -200,10 +201,12 @@ class Clock:
         assert name in self.seconds, f"{name} is not one of the phases {', '.join(self.seconds)}"
         outer = self._current
         self._switch(name)
+        enter(name)
         try:
             yield
         finally:
             self._switch(outer)
+        enter(outer)  # not after an error, which ends the program: its last words name the phase
 
     def reduce(self, group: dist.ProcessGroup | None) -> dict[str, float]:
         """time/<phase>, time/other, time/step since the previous reduce: the longest of all ranks; `_mean`: their mean.

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 import transformers
 import yaml
+from transformers import AutoConfig
 
 import checkpoint
 import config
@@ -29,8 +30,11 @@ from losses.advantages import credit
 from losses.card import Settings, card, lint
 from losses.contract import forward_arguments, requires_reference
 from losses.correction import Truncated
+from model import ModelSource
+from parallel.fit import check_model, idle_ranks
 from parallel.hardware import largest_memory
-from parallel.placement import ParallelismConfig, Placement, Plan, ServicesConfig
+from parallel.placement import Placement
+from parallel.roles import ParallelismConfig, Plan, ServicesConfig
 from rollout.sampling import Sampling, sampling_seed
 from trainer import TrainingConfig
 
@@ -208,7 +212,16 @@ def plan_grpo(loss: Any, cfg: Any) -> Plan | None:
             f"training.ref_update_interval={training.ref_update_interval}, and there is no reference to move: set it to 0, or give the "
             f"run a reference (grpo.beta or grpo.kl_in_reward above 0, or services.ref_model)"
         )
-    return make_plan(services, cfg.parallelism, colocate=colocate, wants_reference=wants, more=lambda plan: plan_bytes(cfg, plan))
+    options: dict[str, Any] = {"model": cfg.model, "colocate": colocate, "wants_reference": wants}
+    return make_plan(services, cfg.parallelism, **options, more=lambda plan: idle(cfg, plan, grpo.n_samples) + plan_bytes(cfg, plan))
+
+
+def idle(cfg: Any, plan: Plan, samples: int | None) -> list[str]:
+    """Warnings of ranks without work. samples: of a prompt; None where nothing is sampled."""
+    training = cfg.training
+    if samples is None:
+        return idle_ranks(plan, sequences=training.prompts_per_update, prompts=None)
+    return idle_ranks(plan, sequences=training.prompts_per_update * samples, prompts=training.prompts_per_rollout)
 
 
 def plan_bytes(cfg: Any, plan: Plan) -> list[str]:
@@ -223,21 +236,36 @@ def plan_bytes(cfg: Any, plan: Plan) -> list[str]:
     return estimate.lines(training.seq_len) + (estimate.warnings(total, cfg.generator.gpu_memory_utilization) if total else [])
 
 
+def config_at_hand(model: str) -> Any | None:
+    """The model's, from a folder or from what the cache holds; nothing is downloaded."""
+    name, revision = config.model_source(model)
+    try:
+        return AutoConfig.from_pretrained(name, revision=revision, local_files_only=True)
+    except (OSError, ValueError):
+        return None
+
+
 def make_plan(
     services: ServicesConfig | None,
     parallelism: ParallelismConfig,
     *,
+    model: str,
     colocate: bool,
     wants_reference: bool,
     more: Callable[[Plan], list[str]] = lambda _plan: [],
 ) -> Plan | None:
-    """`Plan.make` for the ranks that torchrun started, or for --plan's, which also prints what `more` says of the plan."""
+    """`Plan.make` for the ranks that torchrun started, or for --plan's, which also prints what `more` says of the plan.
+
+    ValueError also where the model cannot be spread so, if its config is at hand.
+    """
     asked = next((a.partition("=")[2] for a in sys.argv[1:] if a.partition("=")[0] == PLAN), None)
     if asked is not None and asked != "" and not (asked.isdigit() and int(asked)):
         raise ValueError(f"{PLAN}={asked}: must be a number of ranks, at least 1")
     started = int(os.environ.get("WORLD_SIZE", 1))
     size = started if asked is None else int(asked) if asked else None
     plan = Plan.make(services, parallelism, colocate=colocate, wants_reference=wants_reference, world_size=size)
+    if (shape := config_at_hand(model)) is not None:  # otherwise `open_run` reads it
+        check_model(shape, plan)
     if asked is None:
         return plan
     print("\n".join([plan.table(), *more(plan)]), flush=True)
@@ -282,13 +310,15 @@ def open_run(cfg: Any, place: Placement, loss: Any = None) -> Path:
     random.seed(cfg.seed)  # of what a user's loss or reward may draw
     np.random.seed(cfg.seed % 2**32)
     torch.manual_seed(cfg.seed)
+    check_model(ModelSource(*config.model_source(cfg.model)).read(AutoConfig), place.plan)
     output = cfg.output or Path("runs") / config.run_name(arguments())
     if place.is_root:
         if cfg.resume == "auto" and checkpoint.whole(output):
             check_same_run(output, yaml.safe_load((output / "config.yaml").read_text()), yaml.safe_load(config.dump(cfg)))
         output.mkdir(parents=True, exist_ok=True)
         (output / "config.yaml").write_text(config.dump(cfg))
-        print(f"{place.plan.table()}\nrun folder {output}", flush=True)
+        warned = idle(cfg, place.plan, cfg.grpo.n_samples if loss is not None else None)
+        print("\n".join([place.plan.table(), *warned, f"run folder {output}"]), flush=True)
         if loss is not None:
             settings = objective_settings(loss, cfg.loss, cfg.grpo, cfg.training, cfg.rewards)
             found = (line if line.startswith("note: ") else f"warning: {line}" for line in lint(loss, settings))

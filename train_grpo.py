@@ -2,8 +2,7 @@
 
     torchrun --nproc-per-node=8 train_grpo.py configs/qwen.yaml [key=value ...]      (--help lists the keys, --plan the ranks)
 
-Every rank runs this file from top to bottom. Policy, reference and engine live on sub-meshes of the world. Outside its mesh a handle
-does nothing and its share of any work is [], so the loop has no roles in it (docs/architecture.md).
+Every rank runs this file from top to bottom; outside its sub-mesh a handle does nothing, so the loop has no roles (docs/architecture.md).
 """
 
 from collections.abc import Callable
@@ -24,7 +23,8 @@ from metrics import Clock, MetricsConfig, group_metrics
 from model import Model, ModelSource
 from parallel.exchange import everyone
 from parallel.launch import launch
-from parallel.placement import ParallelismConfig, Placement, ServicesConfig
+from parallel.placement import Placement
+from parallel.roles import ParallelismConfig, ServicesConfig
 from parallel.weights import stream_weights
 from rollout.ahead import Rollouts
 from rollout.evaluate import EvalConfig, HeldOut
@@ -42,9 +42,9 @@ class Config:
     grpo: startup.GRPOConfig = field(default_factory=startup.GRPOConfig)
     loss: config.Call | None = None  # a loss class with its options, in place of grpo.clip_low, grpo.clip_high and grpo.beta
     rewards: dict[str, config.Call] = field(default_factory=dict)  # by name: fn, weight (1.0) and the options of fn
-    services: ServicesConfig | None = None  # ranks of each role; null: every role on every rank
-    colocate: bool = False  # true: every role on every rank; of services only generator.procs counts, as the engine's TP degree
     parallelism: ParallelismConfig = field(default_factory=ParallelismConfig)
+    services: ServicesConfig | None = None  # ranks of each role; null: every role on every rank
+    colocate: bool = False  # true: every role on every rank; of services only generator.procs and the reference's other keys count
     generator: GeneratorConfig = field(default_factory=GeneratorConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)

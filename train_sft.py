@@ -22,7 +22,8 @@ from losses import NLLLoss
 from metrics import Clock, MetricsConfig
 from model import Model, ModelSource
 from parallel.launch import launch
-from parallel.placement import ParallelismConfig, Placement
+from parallel.placement import Placement
+from parallel.roles import ParallelismConfig
 from speed import speed
 from startup import arguments, make_plan, open_run, reached
 from trainer import Trainer, TrainingConfig
@@ -50,15 +51,14 @@ class Config:
 
 def main() -> None:
     cfg = config.load(Config, arguments())
-    plan = make_plan(None, cfg.parallelism, colocate=True, wants_reference=False)
+    plan = make_plan(None, cfg.parallelism, model=cfg.model, colocate=True, wants_reference=False)
     if plan is not None:  # None: --plan has printed it
         place = Placement.build(plan, cfg.device)
         train(cfg, place, open_run(cfg, place))
 
 
 def train(cfg: Config, place: Placement, output: Path) -> None:
-    training, clock = cfg.training, Clock()
-    source = ModelSource(*config.model_source(cfg.model))
+    training, clock, source = cfg.training, Clock(), ModelSource(*config.model_source(cfg.model))
     tokenizer = source.tokenizer()
     saved = checkpoint.find(cfg.resume, output, place)
     rows = PromptStream(

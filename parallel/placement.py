@@ -1,201 +1,15 @@
-"""Which ranks hold the policy, the reference and the engine.
-
-A role is a sub-mesh of the world; a rank may be in one, several or all of them. There is no colocated mode: meshes that share
-ranks *are* colocated. `Plan` is the arithmetic (no processes needed: `--plan` prints it), `Placement` the meshes made from it.
-"""
+"""A plan's roles as meshes: sub-meshes of the world, made by every rank in the same order. A rank may be in one, several or all of them."""
 
 import os
 import socket
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-
-@dataclass(kw_only=True)
-class ServiceConfig:
-    procs: int = 1  # ranks of this role; for the generator: tensor-parallel ranks of one replica
-    num_replicas: int = 1  # engine replicas; trainer and ref_model have one
-    with_gpus: bool = True  # on the run's device; false for ref_model: on the CPU of the trainer's ranks
-
-    def check(self) -> None:
-        for key, value in (("procs", self.procs), ("num_replicas", self.num_replicas)):
-            if value < 1:
-                raise ValueError(f"{key}={value}: must be at least 1")
-
-
-@dataclass(kw_only=True)
-class ServicesConfig:
-    trainer: ServiceConfig = field(default_factory=ServiceConfig)  # the policy being trained
-    ref_model: ServiceConfig | None = None  # the frozen reference; absent: none, and beta must be 0
-    generator: ServiceConfig = field(default_factory=ServiceConfig)  # vLLM
-
-    def check(self) -> None:
-        for name, service in (("trainer", self.trainer), ("ref_model", self.ref_model)):
-            if service is not None and service.num_replicas != 1:
-                raise ValueError(
-                    f"{name}.num_replicas={service.num_replicas}: only the generator has replicas; give {name} more ranks with "
-                    f"{name}.procs and spread them with parallelism.data_parallel_shard_degree"
-                )
-        for name, service in (("trainer", self.trainer), ("generator", self.generator)):
-            if not service.with_gpus:
-                raise ValueError(
-                    f"{name}.with_gpus=false: only ref_model can leave the run's device; for a run without GPUs set device: cpu"
-                )
-
-
-@dataclass(kw_only=True)
-class ParallelismConfig:
-    data_parallel_replicate_degree: int = 1  # copies of the trainer's sharded weights (HSDP); they get different rows
-    data_parallel_shard_degree: int = -1  # FSDP2 ranks of the trainer; -1: all that the other degrees leave
-    tensor_parallel_degree: int = 1  # ranks that share each layer of trainer and reference
-    context_parallel_degree: int = 1  # ranks that share each row of tokens of trainer and reference
-    pipeline_parallel_degree: int = 1  # ranks among which the layers of trainer and reference are divided
-
-    def check(self) -> None:
-        for key in vars(self).keys() - {"data_parallel_shard_degree"}:
-            if vars(self)[key] < 1:
-                raise ValueError(f"{key}={vars(self)[key]}: must be at least 1")
-        if self.data_parallel_shard_degree < 1 and self.data_parallel_shard_degree != -1:
-            raise ValueError(f"data_parallel_shard_degree={self.data_parallel_shard_degree}: must be at least 1, or -1 for the rest")
-
-
-    @property
-    def ranks_per_replica(self) -> int:
-        return self.pipeline_parallel_degree * self.context_parallel_degree * self.tensor_parallel_degree
-
-    def product(self) -> str:
-        """The degrees as a message names them; those that are 1 by default only where they are not."""
-        named = {
-            "pipeline_parallel_degree": self.pipeline_parallel_degree,
-            "data_parallel_replicate_degree": self.data_parallel_replicate_degree,
-            "context_parallel_degree": self.context_parallel_degree,
-        }
-        more = "".join(f"{name}={degree} x " for name, degree in named.items() if degree > 1)
-        return f"{more}tensor_parallel_degree={self.tensor_parallel_degree} x data_parallel_shard_degree={self.data_parallel_shard_degree}"
-
-
-@dataclass(frozen=True)
-class RolePlan:
-    """Ranks of one role, in the order pp, replicate, shard, cp, tp (the last fastest): replicas of `pp x cp x tp` ranks each."""
-
-    ranks: list[int]
-    tp: int = 1
-    cp: int = 1
-    pp: int = 1
-    replicate: int = 1
-    on_cpu: bool = False
-
-    @property
-    def num_replicas(self) -> int:
-        return len(self.ranks) // (self.pp * self.cp * self.tp)
-
-
-@dataclass(frozen=True)
-class Plan:
-    """Who does what, for a world of `world_size` ranks."""
-
-    world_size: int
-    trainer: RolePlan
-    generator: RolePlan
-    reference: RolePlan | None
-
-    @classmethod
-    def make(
-        cls,
-        services: ServicesConfig | None,
-        parallelism: ParallelismConfig,
-        *,
-        colocate: bool,
-        wants_reference: bool,
-        world_size: int | None,
-    ) -> "Plan":
-        """Lay the roles over `world_size` ranks, or over as many as they need when it is None.
-
-        ValueError, with the table of what was asked for, when they do not fit.
-        """
-        tp, cp, pp = parallelism.tensor_parallel_degree, parallelism.context_parallel_degree, parallelism.pipeline_parallel_degree
-        shards = parallelism.data_parallel_shard_degree
-        replicate, replica = parallelism.data_parallel_replicate_degree, parallelism.ranks_per_replica
-        generator_tp = services.generator.procs if services else 1
-        cpu_reference = bool(services and services.ref_model and not services.ref_model.with_gpus)
-        if services is None or colocate:
-            least = max(generator_tp, replica * replicate * max(shards, 1))
-            world = world_size or least
-            if world % (replica * replicate):
-                alone = replica * replicate == tp
-                degrees = f"parallelism.tensor_parallel_degree={tp}" if alone else f"the product of parallelism ({parallelism.product()})"
-                raise ValueError(f"all roles share {world} ranks, which {degrees} does not divide; start a multiple")
-            if shards not in (-1, world // (replica * replicate)):
-                raise ValueError(
-                    f"all roles share {world} ranks, but parallelism asks the trainer for {parallelism.product()}; start {least} ranks, or "
-                    f"set data_parallel_shard_degree: -1"
-                )
-            if world % generator_tp:
-                raise ValueError(f"services.generator.procs={generator_tp} does not divide the {world} ranks that all roles share")
-            everyone = list(range(world))
-            reference = RolePlan(everyone, tp, cp, pp, on_cpu=cpu_reference) if wants_reference else None
-            return cls(world, RolePlan(everyone, tp, cp, pp, replicate), RolePlan(everyone, generator_tp), reference)
-
-        per_replica = [("pipeline_parallel_degree", pp), ("context_parallel_degree", cp), ("tensor_parallel_degree", tp)]
-        asked = [("trainer", services.trainer.procs, tp)]
-        if services.ref_model and services.ref_model.with_gpus:
-            asked.append(("ref_model", services.ref_model.procs, tp))
-        asked.append(("generator", generator_tp * services.generator.num_replicas, generator_tp))
-        bounds, first = {}, 0
-        for name, count, _ in asked:
-            bounds[name] = list(range(first, first + count))
-            first += count
-        problems = []
-        needed = replica * replicate * max(shards, 1)
-        if services.trainer.procs % (replica * replicate) or (shards != -1 and services.trainer.procs != needed):
-            first += needed - services.trainer.procs  # what follows speaks of the roles as they would then be
-            problems.append(
-                f"services.trainer.procs={services.trainer.procs}, but parallelism asks for {parallelism.product()} = {needed} ranks; set "
-                f"services.trainer.procs: {needed}, or data_parallel_shard_degree: -1"
-            )
-        if "ref_model" in bounds and len(bounds["ref_model"]) % replica:
-            problems.append(
-                f"services.ref_model.procs={len(bounds['ref_model'])} is not a multiple of "
-                f"{' x '.join(f'{name}={degree}' for name, degree in per_replica if degree > 1)}; "
-                f"set services.ref_model.procs: {replica}"
-            )
-        if world_size is not None and world_size < first:
-            fewer = "set ref_model.with_gpus: false or remove ref_model (with beta 0), " if "ref_model" in bounds else ""
-            problems.append(
-                f"the roles need {first} ranks and there are {world_size}; start more (--nproc {first}), lower services.*.procs, "
-                f"{fewer}or set colocate: true to share {world_size} ranks"
-            )
-        if world_size is not None and world_size > first:
-            problems.append(f"{world_size - first} of {world_size} ranks would be idle; start {first}, or raise services.*.procs")
-        if problems:
-            rows = "\n".join(f"  {name:<10} {_span(bounds[name]):<14} {len(bounds[name])} ranks" for name, _, _ in asked)
-            raise ValueError("the services do not fit:\n" + rows + "".join(f"\n  - {p}" for p in problems))
-        ref = None
-        if services.ref_model:
-            ref = RolePlan(bounds["trainer" if cpu_reference else "ref_model"], tp, cp, pp, on_cpu=cpu_reference)
-        return cls(first, RolePlan(bounds["trainer"], tp, cp, pp, replicate), RolePlan(bounds["generator"], generator_tp), ref)
-
-    def table(self) -> str:
-        """The rank table, as `--plan` and the start of a run print it."""
-        lines = [f"{self.world_size} ranks", "  role        ranks          replicas x tensor parallel"]
-        for name, role in (("trainer", self.trainer), ("ref_model", self.reference), ("generator", self.generator)):
-            if role is None:
-                lines.append(f"  {name:<11} none")
-                continue
-            kind = "engines" if name == "generator" else "FSDP shards"
-            note = " (on the CPU)" if role.on_cpu else ""
-            copies = f"{role.replicate} x " if role.replicate > 1 else ""
-            more = (f" x PP {role.pp}" if role.pp > 1 else "") + (f" x CP {role.cp}" if role.cp > 1 else "")
-            count = f"{copies}{role.num_replicas // role.replicate} {kind}{more} x TP {role.tp}"
-            lines.append(f"  {name:<11} {_span(role.ranks):<14} {count}{note}")
-        return "\n".join(lines)
-
-
-def _span(ranks: list[int]) -> str:
-    return f"{ranks[0]}" if len(ranks) == 1 else f"{ranks[0]}-{ranks[-1]}"
+from parallel.roles import Plan, RolePlan
 
 
 class Grid:
@@ -284,6 +98,7 @@ class Placement:
         if "RANK" not in os.environ:  # started as a plain script: a world of one
             os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(_free_port()))
         if device_type == "cuda":
+            check_gpus(int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count())
             here = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
             torch.cuda.set_device(here)
             dist.init_process_group("cpu:gloo,cuda:nccl", device_id=here, timeout=timeout)
@@ -352,6 +167,16 @@ def _device_type(device: str) -> str:
             "device=cuda, but torch sees no GPU: set device: auto or cpu, or check the driver (nvidia-smi) and torch's CUDA build"
         )
     return "cuda" if device != "cpu" and torch.cuda.is_available() else "cpu"
+
+
+def check_gpus(ranks: int, gpus: int) -> None:
+    """ValueError where this host has fewer GPUs than ranks: each has one to itself."""
+    if ranks > gpus:
+        raise ValueError(
+            f"this host has {ranks} ranks and {gpus} GPUs, and each rank needs one: start {gpus} here (--nproc {gpus}) with fewer "
+            f"services.*.procs or with colocate: true, which lets roles share ranks; or put the reference on the CPU "
+            f"(services.ref_model.with_gpus: false), or do without it (grpo.beta: 0, no services.ref_model)"
+        )
 
 
 def _free_port() -> int:

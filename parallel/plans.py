@@ -65,14 +65,10 @@ def parallelize(
     compute: of the forward and backward passes. recompute: a block keeps its inputs only, and is computed again in the backward pass.
     Returns the parameters whose gradients must be summed over "tp": those that are not cut, since each rank has seen a part of the tokens,
     of the heads (q_norm) or of the vocabulary.
-    ValueError when the family has no plan for tensor or pipeline parallelism, or when its heads or layers cannot be dealt out.
+    What `parallel.fit.check_model` refuses must not come here.
     """
     tp = grid.tp
     plan = PLANS.get(model.config.model_type, Plan())
-    if tp > 1:
-        _check_tp(model, plan, tp)
-    if grid.cp > 1:
-        _check_cp(model, tp, grid.cp)
     precision = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32, cast_forward_inputs=False)
     for block in _stage(model, plan, grid):
         block.to(device=device, dtype=weights)
@@ -102,8 +98,6 @@ def _stage(model: nn.Module, plan: Plan, grid: Grid) -> list[nn.Module]:
     blocks = model.get_submodule(plan.blocks)
     if grid.pp == 1:
         return list(blocks)
-    if model.config.model_type not in PLANS:
-        raise ValueError(_no_plan("pipeline", grid.pp, model.config.model_type))
     stage, is_last = grid.index("pp"), grid.index("pp") == grid.pp - 1
     first, last = bounds(len(blocks), grid.pp)[stage]
     for i in range(len(blocks)):
@@ -116,31 +110,3 @@ def _stage(model: nn.Module, plan: Plan, grid: Grid) -> list[nn.Module]:
     if stage > 0 and not (is_last and tied):
         model.set_input_embeddings(Passing())
     return list(blocks[first:last])
-
-
-def _no_plan(kind: str, degree: int, family: str) -> str:
-    return (
-        f"parallelism.{kind}_parallel_degree={degree}: model family {family!r} has no plan for it; set it to 1, or add the family to PLANS "
-        f"in parallel/plans.py (known: {', '.join(PLANS)})"
-    )
-
-
-def _check_cp(model: nn.Module, tp: int, cp: int) -> None:
-    """Ranks exchange tokens for heads: each gets its part of the query heads, and of the key-value heads or a copy of one."""
-    config = model.config.get_text_config()
-    heads, kv_heads = config.num_attention_heads // tp, config.num_key_value_heads // tp
-    if heads % cp or (kv_heads % cp and cp % kv_heads):
-        beside = f" (of tensor_parallel_degree={tp})" if tp > 1 else ""
-        raise ValueError(
-            f"parallelism.context_parallel_degree={cp} must divide a rank's {heads} attention heads, and divide or be a multiple of its "
-            f"{kv_heads} key-value heads{beside}"
-        )
-
-
-def _check_tp(model: nn.Module, plan: Plan, tp: int) -> None:
-    config = model.config
-    if not plan.tp:
-        raise ValueError(_no_plan("tensor", tp, config.model_type))
-    for name, count in (("attention", config.num_attention_heads), ("key-value", config.num_key_value_heads)):
-        if count % tp:
-            raise ValueError(f"parallelism.tensor_parallel_degree={tp} does not divide the model's {count} {name} heads")

@@ -15,7 +15,8 @@ from torch.distributed.tensor import DTensor
 from batch import Prompt, to_episodes
 from model import Model, ModelSource
 from parallel.launch import launch
-from parallel.placement import ParallelismConfig, Placement, Plan
+from parallel.placement import Placement
+from parallel.roles import ParallelismConfig, Plan
 from parallel.weights import stream_weights
 from rollout.generator import Generator, GeneratorConfig
 from rollout.sampling import Sampling

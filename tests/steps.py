@@ -12,7 +12,8 @@ from batch import Episode, pad
 from config import Call
 from losses import GRPOLoss, NLLLoss
 from model import Model, ModelSource
-from parallel.placement import ParallelismConfig, Placement, Plan
+from parallel.placement import Placement
+from parallel.roles import ParallelismConfig, Plan
 from trainer import Trainer, TrainingConfig
 
 TEMPERATURE = 0.7

@@ -27,7 +27,8 @@ from losses import GRPOLoss
 from model import Model, ModelSource
 from parallel.exchange import everyone, from_each
 from parallel.launch import launch
-from parallel.placement import ParallelismConfig, Placement, Plan, ServiceConfig, ServicesConfig
+from parallel.placement import Placement
+from parallel.roles import ParallelismConfig, Plan, ServiceConfig, ServicesConfig
 from parallel.weights import Bucket, NamedTensor, stream_weights
 from rollout.generator import Generator, GeneratorConfig, checkpoint_slices
 from rollout.sampling import Sampling

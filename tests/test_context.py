@@ -1,21 +1,19 @@
 """Which heads context parallelism can deal out, and how it cuts a row."""
 
-from types import SimpleNamespace
-
 import pytest
 from transformers import LlamaConfig
 
 from parallel.context import Context
-from parallel.plans import _check_cp
+from parallel.fit import _check_cp
 
 
-def model(heads: int, kv_heads: int) -> SimpleNamespace:
-    return SimpleNamespace(config=LlamaConfig(num_attention_heads=heads, num_key_value_heads=kv_heads, hidden_size=8 * heads))
+def model(heads: int, kv_heads: int) -> LlamaConfig:
+    return LlamaConfig(num_attention_heads=heads, num_key_value_heads=kv_heads, hidden_size=8 * heads)
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "tp", "cp"), [(8, 8, 1, 4), (8, 2, 1, 4), (8, 2, 2, 4), (12, 6, 1, 3), (4, 1, 1, 4)])
 def test_heads_that_each_rank_gets_a_part_of_are_taken(heads, kv_heads, tp, cp):
-    _check_cp(model(heads, kv_heads), tp, cp)
+    _check_cp(model(heads, kv_heads), tp, cp, "parallelism")
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "tp", "cp", "told"), [
@@ -25,7 +23,7 @@ def test_heads_that_each_rank_gets_a_part_of_are_taken(heads, kv_heads, tp, cp):
 ])  # fmt: skip
 def test_heads_that_cannot_be_dealt_out_are_refused_by_their_numbers(heads, kv_heads, tp, cp, told):
     with pytest.raises(ValueError, match=told):
-        _check_cp(model(heads, kv_heads), tp, cp)
+        _check_cp(model(heads, kv_heads), tp, cp, "parallelism")
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 2, 5, 16])

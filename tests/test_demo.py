@@ -12,7 +12,7 @@ import train_grpo
 import train_sft
 from batch import Completion, Group, Prompt
 from data import encode_completion, encode_prompt
-from parallel.placement import Plan
+from parallel.roles import Plan
 from rollout.rewards import Scorer
 
 ROOT = Path(__file__).parent.parent

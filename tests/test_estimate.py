@@ -11,14 +11,15 @@ from transformers import AutoModelForCausalLM
 import train_grpo
 from estimate import Estimate, Shape
 from parallel.memory import GIB
-from parallel.placement import ParallelismConfig, Plan, ServiceConfig, ServicesConfig
+from parallel.roles import ParallelismConfig, Plan, ServiceConfig, ServicesConfig
 from tests.world import run_script
 
 SIZES = """
 import json, sys
 import torch
 from torch.distributed.tensor import DTensor
-from parallel.placement import ParallelismConfig, Placement, Plan
+from parallel.placement import Placement
+from parallel.roles import ParallelismConfig, Plan
 from model import Model, ModelSource
 from trainer import Trainer, TrainingConfig
 from losses import NLLLoss

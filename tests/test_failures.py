@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -58,6 +59,20 @@ def failure(ranks: int, *arguments: str) -> str:
     ours, report, _ = done.stdout.partition("torch/distributed/elastic/multiprocessing/api.py")
     assert report, done.stdout
     return ours
+
+
+KILLS = """
+import os, signal
+from losses import PolicyLoss
+
+class Deadly(PolicyLoss):
+    averaging = "token"
+
+    def per_token(self, logprobs, advantages):
+        if os.environ["RANK"] == "1" and os.path.exists("METRICS"):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return -logprobs * advantages
+"""
 
 
 def errors(output: str) -> list[str]:
@@ -130,6 +145,10 @@ def test_a_reward_that_raises_on_one_sample_stops_every_rank_and_names_itself_an
     assert steps == [1]
 
 
+# Whether the other rank saw the loss itself or torchrun was faster.
+LAST_WORDS = r"^rank \d (?:lost another rank in phase \w+\.|was told to end \(SIGTERM\) in phase \w+:) "
+
+
 @pytest.mark.parametrize("engine_ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_the_death_of_one_rank_ends_the_job(engine_ranks, job, tmp_path):
     extra = ["training.steps=100000", "colocate=true", f"services.generator.procs={engine_ranks}"]
@@ -151,7 +170,16 @@ def test_the_death_of_one_rank_ends_the_job(engine_ranks, job, tmp_path):
     for name in left:
         Path(name).unlink()
     assert left == set() or engine_ranks > 1  # a killed engine of several ranks leaves vLLM's segments, 4 MiB a rank
-    assert "Signal 9 (SIGKILL)" in (tmp_path / "console.txt").read_text()
+    text = (tmp_path / "console.txt").read_text()
+    assert "Signal 9 (SIGKILL)" in text
+    assert len(re.findall(LAST_WORDS, text, re.MULTILINE)) == 1
+
+
+def test_a_rank_killed_while_it_trains_makes_another_name_the_phase(job, tmp_path):
+    (tmp_path / "deadly.py").write_text(KILLS.replace("METRICS", str(tmp_path / "run/metrics.jsonl")))
+    output = failure(3, *job, f"loss={tmp_path}/deadly.py:Deadly")
+    told = [line for line in output.splitlines() if re.match(LAST_WORDS, line)]
+    assert len(told) == 1 and " in phase train" in told[0], output
 
 
 def until(happened, timeout_s: float, process: subprocess.Popen) -> None:

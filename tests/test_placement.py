@@ -68,9 +68,12 @@ class Layout:
     model: tuple[str, bool] = ("qwen3", True)  # family, and whether embedding and head are tied
 
 
-def services(trainer: int, generator: int, *, replicas: int = 1, ref_model: int | None = None) -> dict[str, Any]:
-    """ref_model None: the reference lives on the trainer's ranks."""
-    reference = {"with_gpus": False} if ref_model is None else {"procs": ref_model}
+def services(
+    trainer: int, generator: int, *, replicas: int = 1, ref_model: int | None = None, own: dict[str, int] | None = None
+) -> dict[str, Any]:
+    """ref_model None: the reference lives on the trainer's ranks. own: its degrees, by their full names."""
+    reference: dict[str, Any] = {"with_gpus": False} if ref_model is None else {"procs": ref_model}
+    reference |= {"parallelism": own} if own else {}
     return {"trainer": {"procs": trainer}, "ref_model": reference, "generator": {"procs": generator, "num_replicas": replicas}}
 
 
@@ -80,6 +83,7 @@ def degrees(**of: int) -> dict[str, Any]:
     return {"parallelism": {names[key]: degree for key, degree in of.items()}}
 
 
+OWN_REFERENCE = {"data_parallel_replicate_degree": 2, "context_parallel_degree": 2}
 TP2 = {"parallelism": {"tensor_parallel_degree": 2}}
 FAST = {
     "2 colocated": Layout("fresh", 2),
@@ -136,6 +140,18 @@ SLOW = {
     "llama, trainer CP 2 x TP 2": Layout("stale", 4, degrees(context=2, tensor=2), replays=True, model=("llama", False)),
     "llama, trainer TP 2 x FSDP 2": Layout("stale", 4, TP2, replays=True, model=("llama", False)),
     "qwen2, trainer TP 2 x FSDP 2": Layout("stale", 4, TP2, replays=True, model=("qwen2", True)),
+    "trainer TP 2, ref FSDP 2, generator 1": Layout(
+        "fresh", 5, {"services": services(2, 1, ref_model=2, own={"data_parallel_shard_degree": 2})} | TP2, replays=True
+    ),
+    "trainer 1, ref TP 2, generator 1": Layout(
+        "fresh", 4, {"services": services(1, 1, ref_model=2, own={"tensor_parallel_degree": 2})}, replays=True
+    ),
+    "trainer PP 2 x FSDP 2, ref HSDP 2 x CP 2 on the same ranks": Layout(
+        "fresh", 4, {"colocate": True, "services": services(1, 1, ref_model=1, own=OWN_REFERENCE)} | degrees(pipeline=2), replays=True
+    ),
+    "trainer FSDP 2, ref TP 2 on the CPU, generator 1": Layout(
+        "fresh", 3, {"services": services(2, 1, own={"tensor_parallel_degree": 2})}, replays=True
+    ),
     "qwen3 untied, trainer 1, generator TP 2": Layout("fresh", 3, {"services": services(1, 2)}, model=("qwen3", False)),
     "qwen2 untied, trainer 1, generator TP 2": Layout("fresh", 3, {"services": services(1, 2)}, model=("qwen2", False)),
 }

@@ -6,8 +6,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from transformers import LlamaConfig
 
 import train_grpo
+from parallel.fit import check_engine
+from parallel.placement import check_gpus
 
 ROOT = Path(__file__).parent.parent
 GUIDE = ROOT / "tests/data/guide"
@@ -141,6 +144,112 @@ def test_each_remedy_for_too_few_ranks_fits(remedy, ranks, planned):
 def test_a_reference_without_gpus_lives_on_the_cpu_of_the_trainers_ranks(planned):
     plan = planned(GUIDE / "grpo_math.yaml", "--ref_model.with_gpus", "false", "--plan")
     assert "2 ranks\n" in plan and "ref_model   0              1 FSDP shards x TP 1 (on the CPU)\n" in plan
+
+
+@pytest.mark.parametrize(("reference", "ranks", "row"), [
+    (["ref_model.procs=2", "ref_model.parallelism.tensor_parallel_degree=2"], 4, "  ref_model   1-2            1 FSDP shards x TP 2"),
+    (["ref_model.procs=4", "ref_model.parallelism.data_parallel_replicate_degree=2"], 6,
+     "  ref_model   1-4            2 x 2 FSDP shards x TP 1"),
+    (["trainer.procs=4", "parallelism.tensor_parallel_degree=4", "ref_model.procs=2", "ref_model.parallelism={}"], 7,
+     "  ref_model   4-5            2 FSDP shards x TP 1"),
+    (["trainer.procs=2", "ref_model.with_gpus=false", "ref_model.parallelism.context_parallel_degree=2"], 3,
+     "  ref_model   0-1            1 FSDP shards x CP 2 x TP 1 (on the CPU)"),
+    (["colocate=true", "parallelism.pipeline_parallel_degree=2", "ref_model.parallelism.tensor_parallel_degree=4"], 8,
+     "  ref_model   0-7            2 FSDP shards x TP 4"),
+])  # fmt: skip
+def test_a_reference_may_have_degrees_of_its_own(reference, ranks, row, planned):
+    assert row in planned(GUIDE / "grpo_math.yaml", *reference, f"--plan={ranks}").splitlines()
+
+
+def test_roles_that_share_ranks_are_as_many_as_all_their_degrees_divide(planned):
+    degrees = ["parallelism.tensor_parallel_degree=2", "ref_model.parallelism.tensor_parallel_degree=3", "generator.procs=4"]
+    assert planned(GUIDE / "grpo_math.yaml", "colocate=true", *degrees, "--plan").startswith("12 ranks\n")
+
+
+@pytest.mark.parametrize(("arguments", "ranks", "message"), [
+    (["trainer.procs=3", "parallelism.tensor_parallel_degree=2", "ref_model.procs=2"], 6,
+     "services.trainer.procs=3 is not a multiple of 2, and parallelism has tensor_parallel_degree=2 x data_parallel_shard_degree=-1; set "
+     "services.trainer.procs: 4, or lower these degrees to a product that divides 3"),
+    (["trainer.procs=2", "parallelism.tensor_parallel_degree=2", "ref_model.procs=1"], 4,
+     "services.ref_model.procs=1 is not a multiple of 2, and parallelism has tensor_parallel_degree=2 x data_parallel_shard_degree=-1; set "
+     "services.ref_model.procs: 2, or give the reference degrees of its own with services.ref_model.parallelism"),
+    (["ref_model.procs=3", "ref_model.parallelism.data_parallel_shard_degree=2"], 5,
+     "services.ref_model.procs=3, but services.ref_model.parallelism asks for tensor_parallel_degree=1 x data_parallel_shard_degree=2 = 2 "
+     "ranks; set services.ref_model.procs: 2, or services.ref_model.parallelism.data_parallel_shard_degree: -1"),
+    (["ref_model.with_gpus=false", "ref_model.parallelism.tensor_parallel_degree=2"], 2,
+     "services.ref_model.parallelism asks for tensor_parallel_degree=2 x data_parallel_shard_degree=-1, and the reference is on the CPU of "
+     "the trainer's 1 ranks; set services.ref_model.parallelism: null for the trainer's degrees, or degrees whose product divides 1"),
+    (["colocate=true", "ref_model.parallelism.tensor_parallel_degree=2"], 3,
+     "all roles share 3 ranks, which services.ref_model.parallelism.tensor_parallel_degree=2 does not divide; start a multiple of 2 "
+     "(--nproc 4), or lower the degrees to a product that divides 3"),
+    (["colocate=true", "generator.procs=2"], 3,
+     "services.generator.procs=2 does not divide the 3 ranks that all roles share; start a multiple of 2 (--nproc 4), or set "
+     "services.generator.procs to a divisor of 3"),
+    (["trainer.parallelism.tensor_parallel_degree=2"], 3,
+     "services.trainer.parallelism: only ref_model has degrees of its own here; remove it and set the top-level parallelism"),
+    (["generator.parallelism.tensor_parallel_degree=2"], 3,
+     "services.generator.parallelism: only ref_model has degrees of its own here; remove it and set generator.procs, the tensor-parallel "
+     "ranks of an engine"),
+])  # fmt: skip
+def test_degrees_that_do_not_fit_are_told_with_need_have_and_two_remedies(arguments, ranks, message, planned):
+    with pytest.raises(ValueError) as error:
+        planned(GUIDE / "grpo_math.yaml", *arguments, f"--plan={ranks}")
+    assert message in str(error.value)
+
+
+MODEL_LIMITS = [  # of 4 attention heads, 2 key-value heads, 2 layers and 192 columns of the MLP
+    (["parallelism.tensor_parallel_degree=4"], 4, "parallelism.tensor_parallel_degree=4 does not divide the model's 2 key-value heads; set "
+     "it to 1 or 2, and use more ranks with data_parallel_shard_degree, which any number of ranks may have, or with "
+     "pipeline_parallel_degree"),
+    (["parallelism.context_parallel_degree=3"], 3,
+     "parallelism.context_parallel_degree=3 must divide a rank's 4 attention heads, and divide or be a multiple of its 2 key-value heads; "
+     "set it to 1, 2 or 4, or use more ranks with data_parallel_shard_degree, which any number of ranks may have"),
+    (["parallelism.pipeline_parallel_degree=3"], 3, "parallelism.pipeline_parallel_degree=3 exceeds the model's 2 layers: lower it to 2 at "
+     "most, or set it to 1 and spread the weights with data_parallel_shard_degree"),
+    (["colocate=true", "services.generator.procs=3"], 3, "services.generator.procs=3 does not divide the model's 4 attention heads, which "
+     "vLLM asks of an engine's ranks; set it to 1, 2 or 4, and use more ranks with services.generator.num_replicas"),
+    (["colocate=true", "grpo.beta=0.1", "services.ref_model.parallelism.tensor_parallel_degree=4"], 4,
+     "services.ref_model.parallelism.tensor_parallel_degree=4 does not divide the model's 2 key-value heads"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("arguments", "ranks", "message"), MODEL_LIMITS)
+def test_what_a_model_at_hand_cannot_be_cut_into_is_told_by_the_plan(arguments, ranks, message, planned, tiny_qwen3):
+    with pytest.raises(ValueError) as error:
+        planned(f"model={tiny_qwen3}", *GIVEN, *arguments, f"--plan={ranks}")
+    assert str(error.value).startswith(message)
+
+
+@pytest.mark.parametrize(("sizes", "procs", "why"), [
+    ({"num_attention_heads": 12, "num_key_value_heads": 4}, 6, "neither divides the model's 4 key-value heads nor is a multiple of them"),
+    ({"num_attention_heads": 12, "num_key_value_heads": 12, "intermediate_size": 100}, 3, "does not divide the 100 columns of the model's"),
+])  # fmt: skip
+def test_an_engine_that_vllm_would_refuse_is_refused_with_what_it_takes(sizes, procs, why):
+    config = LlamaConfig(hidden_size=96, **sizes)
+    with pytest.raises(ValueError, match=rf"^services.generator.procs={procs} {why}.*; set it to 1, 2[, or]+ 4"):
+        check_engine(config, procs)
+    check_engine(config, 4)
+
+
+def test_an_engine_may_have_more_ranks_than_key_value_heads_and_any_vocabulary():
+    check_engine(LlamaConfig(hidden_size=64, num_attention_heads=8, num_key_value_heads=2, vocab_size=17, intermediate_size=64), 8)
+
+
+def test_a_host_with_fewer_gpus_than_ranks_is_refused_with_what_can_be_given_up():
+    check_gpus(4, 4)
+    with pytest.raises(ValueError) as error:
+        check_gpus(4, 2)
+    assert str(error.value).startswith("this host has 4 ranks and 2 GPUs, and each rank needs one: start 2 here (--nproc 2) with fewer ")
+    for remedy in ("colocate: true", "services.ref_model.with_gpus: false", "grpo.beta: 0"):
+        assert remedy in str(error.value)
+
+
+def test_ranks_without_work_are_a_warning_that_says_how_many(planned):
+    table = planned("model=m", *GIVEN, "training.batch_size=2", "grpo.n_samples=3", "--plan=8")
+    assert table.count("warning: ") == 2
+    assert "warning: an update has 6 sequences for 8 trainer replicas, 2 of which are idle: raise training.batch_size, " in table
+    assert "warning: a rollout has 2 prompts for 8 engine replicas, 6 of which are idle: raise training.batch_size, start fewer " in table
+    assert "warning: " not in planned("model=m", *GIVEN, "training.batch_size=8", "--plan=8")
 
 
 def test_without_a_reference_beta_must_be_0(planned, tmp_path):

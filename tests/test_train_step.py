@@ -134,7 +134,8 @@ from losses import GRPOLoss
 from config import Call
 from model import Model, ModelSource
 from parallel.launch import launch
-from parallel.placement import ParallelismConfig, Placement, Plan
+from parallel.placement import Placement
+from parallel.roles import ParallelismConfig, Plan
 from tests.steps import gradient, some_episodes
 from tests.test_train_step import dictionaries
 from trainer import Trainer, TrainingConfig

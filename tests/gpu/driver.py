@@ -28,7 +28,8 @@ from model import Model, ModelSource
 from parallel.exchange import everyone, from_each
 from parallel.launch import launch
 from parallel.memory import TrainingBytes, residency
-from parallel.placement import ParallelismConfig, Placement, Plan, ServiceConfig, ServicesConfig
+from parallel.placement import Placement
+from parallel.roles import ParallelismConfig, Plan, ServiceConfig, ServicesConfig
 from parallel.weights import stream_weights
 from rollout.generator import Generator, GeneratorConfig, _blocks, checkpoint_slices
 from rollout.sampling import Sampling
