@@ -29,7 +29,8 @@ from parallel.exchange import everyone, from_each
 from parallel.launch import launch
 from parallel.placement import ParallelismConfig, Placement, Plan, ServiceConfig, ServicesConfig
 from parallel.weights import Bucket, NamedTensor, stream_weights
-from rollout.generator import Generator, GeneratorConfig, checkpoint_slices
+from rollout.generator import Generator, GeneratorConfig
+from rollout.loading import checkpoint_slices, verify
 from rollout.sampling import Sampling
 from trainer import Trainer, TrainingConfig
 
@@ -184,10 +185,10 @@ def violations(place: Placement, *, model: str, engine_dtype: str, rank: int) ->
         flip = [checkpoint_slices(generator._model())[name].data] if here else []
         for tensor in flip:
             flip_last_bit(tensor)
-        result[kind] = error_of(lambda: generator._verify(generator._model(), sent)) if generator._llm is not None else None
+        result[kind] = error_of(lambda: verify(generator._model(), sent, generator._replica)) if generator._llm is not None else None
         for tensor in flip:
             flip_last_bit(tensor)
-    result["mended"] = error_of(lambda: generator._verify(generator._model(), sent)) if generator._llm is not None else None
+    result["mended"] = error_of(lambda: verify(generator._model(), sent, generator._replica)) if generator._llm is not None else None
 
     stranger = NamedTensor("model.layers.1.mlp.gate_up_norm.weight", torch.ones(4, dtype=generator.dtype), 0)
     result["unknown"] = error_of(lambda: generator.load(iter([*buckets, [stranger]]), 7))
