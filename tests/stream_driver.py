@@ -50,7 +50,7 @@ def spread(place: Placement, *, model: str, dtype: str, max_senders: int, to_ref
     reader = place.reference if to_reference else place.generator
     assert reader is not None
     routes = make_routes(place.trainer.stages, reader.ranks, max_senders=max_senders)
-    place = replace(place, **{"reference_weights" if to_reference else "weights": routes})
+    place = replace(place, weights=routes, reference_weights=routes)
     policy = Model(ModelSource(model), place.trainer, dtype="float32", temperature=1.0, max_tokens=64, trainable=True)
     stream = stream_weights(policy.shards(), place, getattr(torch, dtype), to_reference=to_reference, bucket_bytes=BUCKET_BYTES)
     return seen(list(stream)) | {"senders": routes[0].senders}

@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node=2 tests/sync_driver.py spec.json report.json
 
-The spec: `services`, `parallelism` and `colocate` as in a config, and `cases`, a list of {name, run, ...}. `run` names one of
-RUNS, the other keys are its arguments. The report: {name: [what the run returned, by rank]}.
+The spec: `services`, `parallelism` and `colocate` as in a config, or `ranks` of trainer and generator (one engine), and `cases`, a
+list of {name, run, ...}. `run` names one of RUNS, the other keys are its arguments. The report: {name: [what it returned, by rank]}.
 """
 
 import json
@@ -27,7 +27,7 @@ from losses import GRPOLoss
 from model import Model, ModelSource
 from parallel.exchange import everyone, from_each
 from parallel.launch import launch
-from parallel.placement import ParallelismConfig, Placement, Plan, ServiceConfig, ServicesConfig
+from parallel.placement import ParallelismConfig, Placement, Plan, RolePlan, ServiceConfig, ServicesConfig
 from parallel.weights import Bucket, NamedTensor, stream_weights
 from rollout.generator import Generator, GeneratorConfig
 from rollout.loading import checkpoint_slices, verify
@@ -168,6 +168,46 @@ def agreement(place: Placement, *, model: str, engine_dtype: str) -> dict[str, A
         result["packed"] = sum(m.cpu_linear is not linear or not m.weight.numel() for m in linears)
         result["linears"] = len(linears)
     job.generator.close()
+    return result
+
+
+@torch.no_grad()
+def ways(place: Placement, *, model: str, engine_dtype: str) -> dict[str, Any]:
+    """The policy, copied by us and loaded by vLLM, each into an engine of which nothing is left, as after a deep sleep."""
+    job = Job.start(place, model, engine_dtype=engine_dtype)
+    job.publish()
+    with torch.enable_grad():
+        job.train(1)
+    generator, weights = job.generator, job.weights()
+    if generator._llm is None:
+        job.publish()
+        job.publish()
+        return {}
+    engine = generator._model()
+    result: dict[str, Any] = {"tensors": sorted(checkpoint_slices(engine)), "known": sorted(generator._loader.cuts)}
+    given: list[str] = []
+    load_weights = engine.load_weights
+
+    def watching(weights: Iterable[tuple[str, Tensor]]) -> Any:
+        named = list(weights)
+        given.extend(name for name, _ in named)
+        return load_weights(named)
+
+    engine.load_weights = watching
+    loaded = []
+    for forgets in (False, True):
+        for parameter in engine.parameters():
+            parameter.fill_(float("nan"))
+        if forgets:
+            generator._loader.cuts.clear()
+        given.clear()
+        job.publish()
+        result["given again" if forgets else "given"] = sorted(given)
+        loaded.append({name: parameter.clone() for name, parameter in engine.named_parameters()})
+    result["different"] = [name for name, parameter in loaded[0].items() if not torch.equal(parameter, loaded[1][name])]
+    slices = checkpoint_slices(engine)
+    result["not the policy's"] = [n for n, t in weights.items() if t.shape == slices[n].shape and not torch.equal(t, slices[n])]
+    generator.close()
     return result
 
 
@@ -331,7 +371,7 @@ def greedy(place: Placement, *, model: str, prompts: list[list[int]], max_new_to
     return [g.completions[0].token_ids for g in groups]
 
 
-RUNS = (agreement, violations, packed_head, prefix_cache, moved_embedding, sampling, greedy)
+RUNS = (agreement, ways, violations, packed_head, prefix_cache, moved_embedding, sampling, greedy)
 
 
 def main() -> None:
@@ -341,6 +381,9 @@ def main() -> None:
     world = int(os.environ.get("WORLD_SIZE", 1))
     parallelism = ParallelismConfig(**spec["parallelism"])
     plan = Plan.make(services, parallelism, colocate=spec["colocate"], wants_reference=False, world_size=world)
+    if spec["ranks"]:
+        trainer, generator = spec["ranks"]["trainer"], spec["ranks"]["generator"]
+        plan = Plan(world, RolePlan(trainer), RolePlan(generator, tp=len(generator)), None)
     place = Placement.build(plan, "cpu")
     runs = {run.__name__: run for run in RUNS}
     report = {}
