@@ -43,6 +43,7 @@ SHAPES = {
     "0.6b": {"hidden_size": 1024, "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128,
              "intermediate_size": 3072, "vocab_size": 151936},
 }  # fmt: skip
+PASSED_ON = ("rounds", "threads", "device", "bucket_mib")
 LAYOUTS = {  # ranks, services, colocate
     "1 -> 1": (2, {"trainer": 1, "generator": 1}, False),
     "FSDP 2 -> 1": (3, {"trainer": 2, "generator": 1}, False),
@@ -69,7 +70,7 @@ def write_policy(folder: Path, shape: str) -> None:
 class World:
     """Policy and engine of one layout."""
 
-    def __init__(self, place: Placement, model: str, bucket_bytes: int):
+    def __init__(self, place: Placement, model: str, bucket_bytes: int | None):
         self.place, self.bucket_bytes, source = place, bucket_bytes, ModelSource(model)
         self.policy = Model(source, place.trainer, dtype="float32", temperature=1.0, max_tokens=64, trainable=True)
         settings = GeneratorConfig(dtype="bfloat16", gpu_memory_utilization=0.3, max_num_seqs=8, enforce_eager=True)
@@ -89,7 +90,7 @@ class World:
     @torch.no_grad()
     def per_tensor(self) -> None:
         shards, (route,) = self.policy.shards(), self.place.weights
-        receives = dist.get_rank() in route.receivers
+        receives = holds(self.place.generator) and not shards
         for name, shape in self.shapes:
             tensor = torch.empty(shape, dtype=DTYPE, device=self.place.device) if receives else torch.empty(0)
             if shards:
@@ -141,7 +142,7 @@ def run_layout(options: argparse.Namespace) -> None:
     services = ServicesConfig(**{role: ServiceConfig(procs=count) for role, count in procs.items()})
     plan = Plan.make(services, ParallelismConfig(), colocate=colocate, wants_reference=False, world_size=ranks)
     place = Placement.build(plan, options.device)
-    world = World(place, options.model, int(options.bucket_mib * 2**20))
+    world = World(place, options.model, int(options.bucket_mib * 2**20) if options.bucket_mib else None)
     found = measure(world, options.rounds) | {"bytes": world.bytes}
     if place.is_root:
         print(json.dumps(found), flush=True)
@@ -153,7 +154,7 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, default="small", help="of the policy")
     parser.add_argument("--rounds", type=int, default=5, help="timed runs of each way")
     parser.add_argument("--threads", type=int, default=1, help="of torch, a rank")
-    parser.add_argument("--bucket-mib", type=float, default=64, help="size of a bucket")
+    parser.add_argument("--bucket-mib", type=float, help="size of a bucket; default: that of a run")
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda; layouts that need more GPUs than there are fail")
     parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS), help="which to run")
     parser.add_argument("--layout", choices=LAYOUTS, help=argparse.SUPPRESS)
@@ -167,7 +168,8 @@ def main() -> None:
         write_policy(Path(folder), options.shape)
         for layout in options.layouts:
             torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={LAYOUTS[layout][0]}"]
-            passed = [f"--{name.replace('_', '-')}={vars(options)[name]}" for name in ("rounds", "threads", "device", "bucket_mib")]
+            given = {name: value for name, value in vars(options).items() if name in PASSED_ON and value is not None}
+            passed = [f"--{name.replace('_', '-')}={value}" for name, value in given.items()]
             command = [*torchrun, "-m", "bench.sync", "--layout", layout, "--model", folder, *passed]
             done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
             found = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))

@@ -22,6 +22,7 @@ from parallel.exchange import from_each
 from parallel.placement import Placement, holds
 from parallel.routes import Route
 
+MOST_BYTES = 64 * 2**20  # of a bucket whose size nobody has chosen
 ON_THE_WAY = 2  # buckets at a time: while one is loaded, the next one travels
 
 
@@ -71,13 +72,14 @@ def stream_weights(
     dtype: torch.dtype,
     *,
     to_reference: bool = False,
-    bucket_bytes: int = 64 * 2**20,
+    bucket_bytes: int | None = None,
 ) -> Iterator[Bucket]:
     """Yield every weight of the policy, in buckets, on the engine's ranks (to_reference: the reference's); empty ones elsewhere.
 
     `shards` are this rank's, of its pipeline stage; {} where nothing is trained. Collective over the world: every rank must exhaust
     the iterator. Shards are cast to `dtype` before the gather. The ranks that hold a stage have its gathered tensors anyway; only
-    others are sent them, each bucket by the next of the route's senders. A tensor that two stages hold is the first's.
+    others are sent them, each bucket by the next of the route's senders. A tensor that two stages hold is the first's. bucket_bytes:
+    None for a sixteenth of the weights, so that few of them travel while nothing is loaded, but no more than MOST_BYTES.
     Peak extra memory: two buckets (ON_THE_WAY), and the largest tensor while it is gathered, if the caller keeps no bucket: a loop's
     variable does, `map` does not.
     """
@@ -92,10 +94,15 @@ def stream_weights(
         yield _end(coming.popleft(), reads)
 
 
-def _parcels(shards: dict[str, Tensor], routes: list[Route], dtype: torch.dtype, bucket_bytes: int, place: Placement) -> list[Parcel]:
+def _parcels(
+    shards: dict[str, Tensor], routes: list[Route], dtype: torch.dtype, bucket_bytes: int | None, place: Placement
+) -> list[Parcel]:
     """All buckets in their order, in which the stages take turns. A tensor larger than a bucket has one of its own."""
     names_it = any(dist.get_rank() == route.ranks[0] for route in routes)
     listed = from_each([(name, shard.shape) for name, shard in shards.items()] if names_it else [], place)
+    if bucket_bytes is None:
+        everything = sum(shape.numel() for names in listed for _, shape in names) * dtype.itemsize
+        bucket_bytes = min(MOST_BYTES, everything // 16)
     known: set[str] = set()
     stages: list[list[Parcel]] = []
     for route in routes:
