@@ -295,10 +295,14 @@ class Model:
         Exponential averaging with a small mix needs more bits than bfloat16 has: give such a reference dtype float32.
         """
         shards = self.shards()
-        for bucket in buckets:
+
+        def take(bucket: Bucket) -> None:
             for name, tensor, _ in bucket:
                 if name in shards:
                     blend(shards[name], tensor, mix)
+
+        for _ in map(take, buckets):  # it keeps no bucket while the next one is made
+            pass
         self.refreshes += 1
 
     @torch.no_grad()

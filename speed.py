@@ -15,12 +15,16 @@ def speed(
 
     perf/tok_s_*: tokens per second and rank, sampled ones over the time of generation, all that were trained on over that of
     training. perf/tflops_train: 6 FLOP a parameter and token, per rank; perf/mfu: their share of what the GPU can do. perf/bubble: the
-    share of the step that ranks spent waiting for each other, on average.
+    share of the step that ranks spent waiting for each other, on average. At steps that sync: perf/sync_gb, 1e9 bytes of the policy in
+    the engine's dtype, and perf/sync_gb_s, these over the time of the sync (a reference that follows has its part in it).
     """
     counts = {"train": sum(len(e.token_ids) for e in episodes) / len(place.plan.trainer.ranks)}
     if generator is not None:
         counts["generate"] = sum(e.num_response_tokens for e in episodes) / len(place.plan.generator.ranks)
     numbers = {f"perf/tok_s_{name}": count / times[f"time/{name}"] for name, count in counts.items() if times[f"time/{name}"] > 0}
+    if generator is not None and policy.num_parameters and times["time/sync"] > 0:
+        numbers["perf/sync_gb"] = policy.num_parameters * generator.dtype.itemsize / 1e9
+        numbers["perf/sync_gb_s"] = numbers["perf/sync_gb"] / times["time/sync"]
     numbers["perf/bubble"] = times["time/wait_mean"] / times["time/step_mean"]
     if policy.num_parameters and "perf/tok_s_train" in numbers:
         flops = 6 * policy.num_parameters * numbers["perf/tok_s_train"]

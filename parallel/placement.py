@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from parallel.roles import Plan, RolePlan
+from parallel.routes import Route, make_routes
 
 
 class Grid:
@@ -87,9 +88,9 @@ class Placement:
     objects: dist.ProcessGroup  # gloo over the world, for Python objects and control
     trainer_group: dist.ProcessGroup  # the trainer's ranks, flat
     replica: dist.ProcessGroup | None  # this rank's engine replica; None outside the generator
-    weights: dist.ProcessGroup | None  # the trainer's first rank and the generator's ranks that do not train
+    weights: list[Route]  # of each pipeline stage of the trainer to the generator
     reference_group: dist.ProcessGroup | None  # the reference's ranks, flat
-    reference_weights: dist.ProcessGroup | None  # the trainer's first rank and the reference's ranks that do not train
+    reference_weights: list[Route]  # and to the reference
 
     @classmethod
     def build(cls, plan: Plan, device: str, *, timeout: timedelta = timedelta(minutes=60)) -> "Placement":
@@ -117,12 +118,9 @@ class Placement:
             group = dist.new_group(row)
             if dist.get_rank() in row:
                 replica = group
-        root = plan.trainer.ranks[0]
-        receivers = [r for r in plan.generator.ranks if r not in plan.trainer.ranks]
-        weights = dist.new_group([root, *receivers]) if receivers else None
+        weights = make_routes(trainer.stages, plan.generator.ranks)
         reference_group = dist.new_group(plan.reference.ranks) if plan.reference else None
-        readers = [r for r in plan.reference.ranks if r not in plan.trainer.ranks] if plan.reference else []
-        of_reference = dist.new_group([root, *readers]) if readers else None
+        of_reference = make_routes(trainer.stages, plan.reference.ranks if plan.reference else [])
         groups = (objects, trainer_group, replica, weights, reference_group, of_reference)
         return cls(plan, here, trainer, generator, reference, *groups)
 

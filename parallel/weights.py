@@ -1,16 +1,29 @@
-"""Policy weights -> engine, in flat buckets, without leaving the process: cast, gathered from the shards, broadcast where needed."""
+"""Policy weights -> engine, in flat buckets, without leaving the process: cast, gathered from the shards, broadcast where needed.
 
+What keeps ranks from waiting for each other for ever: all buckets have one order, the same on every rank, and every rank begins them
+in it. To begin a bucket is to take part in its gather (the ranks of its pipeline stage), then to start its broadcast (its sender and
+the receivers). A rank waits for a broadcast after it has begun the next bucket, and for nothing else; so whatever a rank waits for
+needs only what all others begin without waiting for anything later.
+"""
+
+from collections import deque
 from collections.abc import Iterator
+from itertools import zip_longest
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from parallel.exchange import from_root
+from parallel.exchange import from_each
 from parallel.placement import Placement, holds
+from parallel.routes import Route
+
+MOST_BYTES = 64 * 2**20  # of a bucket whose size nobody has chosen
+ON_THE_WAY = 2  # buckets at a time: while one is loaded, the next one travels
 
 
 class NamedTensor(NamedTuple):
@@ -22,68 +35,130 @@ class NamedTensor(NamedTuple):
 Bucket = list[NamedTensor]
 
 
+class Parcel(NamedTuple):
+    """What a bucket will hold, as every rank knows it beforehand."""
+
+    route: Route
+    number: int  # among its stage's buckets; decides who sends it
+    contents: list[tuple[str, torch.Size]]  # by the trainer's names
+
+
+class Journey(NamedTuple):
+    """A bucket on its way to this rank, or past it."""
+
+    named: list[tuple[str, Tensor]]
+    checksums: Tensor | None  # int64, one for each; None where nothing is kept
+    works: list[dist.Work]
+
+
 @torch.no_grad()
 def checksum(tensor: Tensor) -> Tensor:
     """Sum of the tensor's bit patterns as a scalar int64: additive over slices, sensitive to every bit of every value."""
-    bits = {2: torch.int16, 4: torch.int32}[tensor.element_size()]
-    return tensor.detach().contiguous().view(bits).sum(dtype=torch.int64)
+    kind = {2: torch.int16, 4: torch.int32}[tensor.element_size()]
+    bits = tensor.detach().contiguous().view(kind)
+    if bits.device.type == "cpu":  # numpy adds small integers up ten times as fast as torch
+        return torch.tensor(bits.numpy().sum(dtype=np.int64))
+    return bits.sum(dtype=torch.int64)
 
 
-@torch.no_grad()
+def checkpoint_tensors(name: str, tensor: Tensor) -> list[tuple[str, Tensor]]:
+    """The checkpoint's tensors, by its names, in the trainer's parameter `name`, as views. Depends on name and shape alone."""
+    return [(name, tensor)]
+
+
 def stream_weights(
     shards: dict[str, Tensor],
     place: Placement,
     dtype: torch.dtype,
     *,
     to_reference: bool = False,
-    bucket_bytes: int = 256 * 2**20,
+    bucket_bytes: int | None = None,
 ) -> Iterator[Bucket]:
-    """Yield every weight of the policy, in buckets, on the ranks that train or generate; `shards` is {} where nothing is trained.
+    """Yield every weight of the policy, in buckets, on the engine's ranks (to_reference: the reference's); empty ones elsewhere.
 
-    Collective over the world: every rank must exhaust the iterator. Shards are cast to `dtype` before the gather. Ranks that
-    train hold the gathered tensors anyway; only generator ranks (to_reference: those of the reference) that do not train are sent
-    them, one broadcast a bucket.
-    Peak extra memory: one bucket, and the largest tensor.
+    `shards` are this rank's, of its pipeline stage; {} where nothing is trained. Collective over the world: every rank must exhaust
+    the iterator. Shards are cast to `dtype` before the gather. The ranks that hold a stage have its gathered tensors anyway; only
+    others are sent them, each bucket by the next of the route's senders. A tensor that two stages hold is the first's. bucket_bytes:
+    None for a sixteenth of the weights, so that few of them travel while nothing is loaded, but no more than MOST_BYTES.
+    Peak extra memory: two buckets (ON_THE_WAY), and the largest tensor while it is gathered, if the caller keeps no bucket: a loop's
+    variable does, `map` does not.
     """
-    shapes = from_root([(name, tuple(shard.shape)) for name, shard in shards.items()], place)
-    group = place.reference_weights if to_reference else place.weights
-    bucket: list[tuple[str, tuple[int, ...]]] = []
-    size = 0
-    for name, shape in shapes:
-        nbytes = torch.Size(shape).numel() * dtype.itemsize
-        if bucket and size + nbytes > bucket_bytes:
-            yield _send(bucket, shards, place, dtype, group)
-            bucket, size = [], 0
-        bucket.append((name, shape))
-        size += nbytes
-    if bucket:
-        yield _send(bucket, shards, place, dtype, group)
+    reader = place.reference if to_reference else place.generator
+    reads = reader is not None and holds(reader)
+    coming: deque[Journey] = deque()
+    for parcel in _parcels(shards, place.reference_weights if to_reference else place.weights, dtype, bucket_bytes, place):
+        coming.append(_begin(parcel, shards, place.device, dtype, reads))
+        if len(coming) == ON_THE_WAY:
+            yield _end(coming.popleft(), reads)
+    while coming:
+        yield _end(coming.popleft(), reads)
 
 
-def _send(
-    names: list[tuple[str, tuple[int, ...]]],
-    shards: dict[str, Tensor],
-    place: Placement,
-    dtype: torch.dtype,
-    group: dist.ProcessGroup | None,
-) -> Bucket:
-    sizes = [torch.Size(shape).numel() for _, shape in names]
-    trains = holds(place.trainer)
-    flat, sums = torch.empty(0), torch.empty(0)
-    if trains:
-        full = [_full(shards[name].detach().to(dtype)) for name, _ in names]
-        flat = torch.cat([t.reshape(-1) for t in full])
-        sums = torch.stack([checksum(t) for t in full])
-    if group is not None and dist.get_rank(group) >= 0:
-        if not trains:
-            flat = torch.empty(sum(sizes), dtype=dtype, device=place.device)
-            sums = torch.empty(len(names), dtype=torch.int64, device=place.device)
-        dist.broadcast(flat, src=place.root, group=group)
-        dist.broadcast(sums, src=place.root, group=group)
-    elif not trains:
+def _parcels(
+    shards: dict[str, Tensor], routes: list[Route], dtype: torch.dtype, bucket_bytes: int | None, place: Placement
+) -> list[Parcel]:
+    """All buckets in their order, in which the stages take turns. A tensor larger than a bucket has one of its own."""
+    names_it = any(dist.get_rank() == route.ranks[0] for route in routes)
+    listed = from_each([(name, shard.shape) for name, shard in shards.items()] if names_it else [], place)
+    if bucket_bytes is None:
+        everything = sum(shape.numel() for names in listed for _, shape in names) * dtype.itemsize
+        bucket_bytes = min(MOST_BYTES, everything // 16)
+    known: set[str] = set()
+    stages: list[list[Parcel]] = []
+    for route in routes:
+        parcels: list[Parcel] = []
+        size = 0
+        for name, shape in listed[route.ranks[0]]:
+            if name in known:
+                continue
+            known.add(name)
+            nbytes = shape.numel() * dtype.itemsize
+            if not parcels or size + nbytes > bucket_bytes:
+                parcels.append(Parcel(route, len(parcels), []))
+                size = 0
+            parcels[-1].contents.append((name, shape))
+            size += nbytes
+        stages.append(parcels)
+    return [parcel for turn in zip_longest(*stages) for parcel in turn if parcel is not None]
+
+
+@torch.no_grad()  # not of the iterator: there it would keep each bucket while the next one is made
+def _begin(parcel: Parcel, shards: dict[str, Tensor], device: torch.device, dtype: torch.dtype, reads: bool) -> Journey:
+    """Gather the bucket where its stage is held, and start its broadcast where somebody receives it. Waits for no broadcast."""
+    rank, route = dist.get_rank(), parcel.route
+    holder, turn = rank in route.ranks, route.turn(parcel.number)
+    sends = turn is not None and turn[0] == rank
+    travels = turn is not None and (sends or rank in route.receivers)
+    if not (travels or reads):
+        for name, _ in parcel.contents if holder else []:
+            _whole(shards[name], device, dtype)
+        return Journey([], None, [])
+    flat, parts = torch.empty(0), [torch.empty(0)] * len(parcel.contents)
+    if travels:
+        sizes = [shape.numel() for _, shape in parcel.contents]
+        flat = torch.empty(sum(sizes), dtype=dtype, device=device)
+        parts = [part.view(shape) for (_, shape), part in zip(parcel.contents, flat.split(sizes), strict=True)]
+    sums: list[Tensor] = []
+    for i, (name, _) in enumerate(parcel.contents if holder else []):
+        whole = _whole(shards[name], device, dtype)
+        sums += [checksum(tensor) for _, tensor in checkpoint_tensors(name, whole)]
+        parts[i] = parts[i].copy_(whole) if sends else whole
+        del whole  # before the next one is made
+    named = [pair for (name, _), part in zip(parcel.contents, parts, strict=True) for pair in checkpoint_tensors(name, part)]
+    checksums = torch.stack(sums) if holder else torch.empty(len(named), dtype=torch.int64, device=device)
+    works = []
+    if travels and turn is not None:
+        works = [dist.broadcast(tensor, src=turn[0], group=turn[1], async_op=True) for tensor in (flat, checksums)]
+    return Journey(named, checksums, works)
+
+
+def _end(journey: Journey, reads: bool) -> Bucket:
+    """Wait for the broadcast; what came, on the ranks that read it."""
+    for work in journey.works:
+        work.wait()
+    if not reads or journey.checksums is None:
         return []
-    parts = zip(names, flat.split(sizes), sums.tolist(), strict=True)
-    return [NamedTensor(name, part.view(shape), total) for (name, shape), part, total in parts]
+    return [NamedTensor(*pair, total) for pair, total in zip(journey.named, journey.checksums.tolist(), strict=True)]
 
 
 @torch.no_grad()
@@ -97,5 +172,7 @@ def blend(shard: Tensor, whole: Tensor, mix: float) -> None:
     local.copy_(part if mix == 1 else local.float().lerp(part.float(), mix))
 
 
-def _full(tensor: Tensor) -> Tensor:
+def _whole(shard: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Cast, then gathered."""
+    tensor = shard.detach().to(dtype).to(device)
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

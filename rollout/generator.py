@@ -13,8 +13,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from transformers import AutoConfig
 
 from batch import Completion, Group, Prompt
@@ -22,7 +21,8 @@ from model import ModelSource, head_width
 from parallel.memory import Remedy, Residency, allocated, capacity, empty_cache, explained, residency, training_bytes
 from parallel.placement import Grid, Placement, holds, share, shares_ranks
 from parallel.sub_world import OwnRandomState, sub_world
-from parallel.weights import Bucket, checksum
+from parallel.weights import Bucket
+from rollout.loading import Loader
 from rollout.sampling import Sampling, sample_seed
 
 
@@ -78,6 +78,7 @@ class Generator:
         assert place.replica is not None
         self._replica = place.replica
         self._rng = OwnRandomState()
+        self._loader = Loader(self._replica, self._inside)
         self._tokenizer = source.tokenizer()
         self._sleeps = place.device.type == "cuda" and shares_ranks(self.grid, place.trainer)
         index = self.grid.index("dp")
@@ -235,39 +236,11 @@ class Generator:
             for _ in buckets:
                 pass
             return
-        model = self._model()
-        expected: dict[str, tuple[int, int]] = {}
         with explained("loading new weights into the engine", "generator.gpu_memory_utilization"):
-            for bucket in buckets:
-                expected |= {name: (total, tensor.numel()) for name, tensor, total in bucket}
-                with self._inside():
-                    model.load_weights((name, tensor) for name, tensor, _ in bucket)
-            self._verify(model, expected)
+            self._loader.load(self._model(), buckets)
         empty_cache()
         self._wake_kv_cache()
         self.version = version
-
-    def _verify(self, model: nn.Module, expected: dict[str, tuple[int, int]]) -> None:
-        """Every tensor of the engine must carry the checksum of the trainer's. Collective over the replica.
-
-        Checksums are sums of bit patterns, so those of the slices that tensor parallelism makes add up; a tensor that every rank
-        keeps whole adds up to that many times the original.
-        """
-        slices = checkpoint_slices(model)
-        if unknown := sorted(set(expected) - set(slices)):
-            raise RuntimeError(f"weight sync: {len(unknown)} names match nothing in the engine: {unknown[:3]}")
-        if missing := sorted(set(slices) - set(expected)):
-            raise RuntimeError(f"weight sync: the trainer sent nothing for {len(missing)} tensors of the engine: {missing[:3]}")
-        names = sorted(expected)
-        sums = torch.stack([checksum(slices[name]) for name in names])
-        sizes = torch.tensor([slices[name].numel() for name in names], device=sums.device)
-        found = torch.stack([sums, sizes])
-        dist.all_reduce(found, group=self._replica)
-        for name, total, size in zip(names, *found.tolist(), strict=True):
-            want, numel = expected[name]
-            copies, rest = divmod(size, numel)
-            if rest or not copies or total != copies * want:
-                raise RuntimeError(f"weight sync: {name} in the engine differs from the trainer's (checksum {total} != {copies} x {want})")
 
     def _worker(self) -> Any:
         return self._llm.llm_engine.model_executor.driver_worker.worker
@@ -291,30 +264,6 @@ class Generator:
         """Go on with the random numbers of an earlier run, where there is an engine."""
         if self._llm is not None:
             self._rng.state = state
-
-
-def checkpoint_slices(model: nn.Module) -> dict[str, Tensor]:
-    """This rank's part of every checkpoint tensor, as views of the engine's parameters, by the checkpoint's names.
-
-    vLLM keeps q, k and v (gate and up) in one parameter and pads the vocabulary; a tied head appears once, as the embedding.
-    """
-    packed = model.packed_modules_mapping
-    slices: dict[str, Tensor] = {}
-    seen: set[int] = set()
-    for path, module in model.named_modules():
-        parent, _, leaf = path.rpartition(".")
-        for kind, parameter in module.named_parameters(recurse=False):
-            if id(parameter) in seen:
-                continue
-            seen.add(id(parameter))
-            if leaf in packed:
-                parts = parameter.split(module.output_partition_sizes)
-                slices |= {f"{parent}.{name}.{kind}": part for name, part in zip(packed[leaf], parts, strict=True)}
-            elif isinstance(getattr(module, "org_vocab_size", None), int):
-                slices[f"{path}.{kind}"] = parameter[: module.shard_indices.num_org_elements]
-            else:
-                slices[f"{path}.{kind}"] = parameter
-    return slices
 
 
 def _shape(source: ModelSource) -> Any:

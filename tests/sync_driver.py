@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node=2 tests/sync_driver.py spec.json report.json
 
-The spec: `services`, `parallelism` and `colocate` as in a config, and `cases`, a list of {name, run, ...}. `run` names one of
-RUNS, the other keys are its arguments. The report: {name: [what the run returned, by rank]}.
+The spec: `services`, `parallelism` and `colocate` as in a config, or `ranks` of trainer and generator (one engine), and `cases`, a
+list of {name, run, ...}. `run` names one of RUNS, the other keys are its arguments. The report: {name: [what it returned, by rank]}.
 """
 
 import json
@@ -28,9 +28,10 @@ from model import Model, ModelSource
 from parallel.exchange import everyone, from_each
 from parallel.launch import launch
 from parallel.placement import Placement
-from parallel.roles import ParallelismConfig, Plan, ServiceConfig, ServicesConfig
+from parallel.roles import ParallelismConfig, Plan, RolePlan, ServiceConfig, ServicesConfig
 from parallel.weights import Bucket, NamedTensor, stream_weights
-from rollout.generator import Generator, GeneratorConfig, checkpoint_slices
+from rollout.generator import Generator, GeneratorConfig
+from rollout.loading import checkpoint_slices, verify
 from rollout.sampling import Sampling
 from trainer import Trainer, TrainingConfig
 
@@ -171,6 +172,46 @@ def agreement(place: Placement, *, model: str, engine_dtype: str) -> dict[str, A
     return result
 
 
+@torch.no_grad()
+def ways(place: Placement, *, model: str, engine_dtype: str) -> dict[str, Any]:
+    """The policy, copied by us and loaded by vLLM, each into an engine of which nothing is left, as after a deep sleep."""
+    job = Job.start(place, model, engine_dtype=engine_dtype)
+    job.publish()
+    with torch.enable_grad():
+        job.train(1)
+    generator, weights = job.generator, job.weights()
+    if generator._llm is None:
+        job.publish()
+        job.publish()
+        return {}
+    engine = generator._model()
+    result: dict[str, Any] = {"tensors": sorted(checkpoint_slices(engine)), "known": sorted(generator._loader.cuts)}
+    given: list[str] = []
+    load_weights = engine.load_weights
+
+    def watching(weights: Iterable[tuple[str, Tensor]]) -> Any:
+        named = list(weights)
+        given.extend(name for name, _ in named)
+        return load_weights(named)
+
+    engine.load_weights = watching
+    loaded = []
+    for forgets in (False, True):
+        for parameter in engine.parameters():
+            parameter.fill_(float("nan"))
+        if forgets:
+            generator._loader.cuts.clear()
+        given.clear()
+        job.publish()
+        result["given again" if forgets else "given"] = sorted(given)
+        loaded.append({name: parameter.clone() for name, parameter in engine.named_parameters()})
+    result["different"] = [name for name, parameter in loaded[0].items() if not torch.equal(parameter, loaded[1][name])]
+    slices = checkpoint_slices(engine)
+    result["not the policy's"] = [n for n, t in weights.items() if t.shape == slices[n].shape and not torch.equal(t, slices[n])]
+    generator.close()
+    return result
+
+
 def violations(place: Placement, *, model: str, engine_dtype: str, rank: int) -> dict[str, Any]:
     """What verification says to each fault; the engine's tensors are damaged on the world's `rank` alone."""
     job = Job.start(place, model, engine_dtype=engine_dtype)
@@ -185,10 +226,10 @@ def violations(place: Placement, *, model: str, engine_dtype: str, rank: int) ->
         flip = [checkpoint_slices(generator._model())[name].data] if here else []
         for tensor in flip:
             flip_last_bit(tensor)
-        result[kind] = error_of(lambda: generator._verify(generator._model(), sent)) if generator._llm is not None else None
+        result[kind] = error_of(lambda: verify(generator._model(), sent, generator._replica)) if generator._llm is not None else None
         for tensor in flip:
             flip_last_bit(tensor)
-    result["mended"] = error_of(lambda: generator._verify(generator._model(), sent)) if generator._llm is not None else None
+    result["mended"] = error_of(lambda: verify(generator._model(), sent, generator._replica)) if generator._llm is not None else None
 
     stranger = NamedTensor("model.layers.1.mlp.gate_up_norm.weight", torch.ones(4, dtype=generator.dtype), 0)
     result["unknown"] = error_of(lambda: generator.load(iter([*buckets, [stranger]]), 7))
@@ -331,7 +372,7 @@ def greedy(place: Placement, *, model: str, prompts: list[list[int]], max_new_to
     return [g.completions[0].token_ids for g in groups]
 
 
-RUNS = (agreement, violations, packed_head, prefix_cache, moved_embedding, sampling, greedy)
+RUNS = (agreement, ways, violations, packed_head, prefix_cache, moved_embedding, sampling, greedy)
 
 
 def main() -> None:
@@ -341,6 +382,9 @@ def main() -> None:
     world = int(os.environ.get("WORLD_SIZE", 1))
     parallelism = ParallelismConfig(**spec["parallelism"])
     plan = Plan.make(services, parallelism, colocate=spec["colocate"], wants_reference=False, world_size=world)
+    if spec["ranks"]:
+        trainer, generator = spec["ranks"]["trainer"], spec["ranks"]["generator"]
+        plan = Plan(world, RolePlan(trainer), RolePlan(generator, tp=len(generator)), None)
     place = Placement.build(plan, "cpu")
     runs = {run.__name__: run for run in RUNS}
     report = {}

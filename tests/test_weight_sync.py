@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from rollout.loading import find_cut
 from tests.world import ROOT, run_script
 
 # The vocabulary, 515 with the special tokens, is divided by nothing, and both ranks of TP 2 hold a part of it.
@@ -22,10 +24,14 @@ Checkpoints = Callable[..., Path]
 Report = dict[str, list]
 
 
-def start(nproc: int, folder: Path, cases: list[dict], *, colocate: bool, parallelism: dict | None = None, **services: dict) -> Report:
+def start(
+    nproc: int, folder: Path, cases: list[dict], *, colocate: bool = False, parallelism: dict | None = None, ranks: dict | None = None,
+    **services: dict,
+) -> Report:
     """Run `cases` in a world of their own; what each returned, by rank."""
     spec, report = folder / "spec.json", folder / "report.json"
-    content = {"services": services, "parallelism": parallelism or {}, "colocate": colocate, "cases": cases}
+    colocated = colocate or ranks is not None  # then the services do not count
+    content = {"services": services, "parallelism": parallelism or {}, "colocate": colocated, "cases": cases, "ranks": ranks}
     spec.write_text(json.dumps(content, default=str))
     run_script(nproc, ROOT / "tests/sync_driver.py", str(spec), str(report))
     return json.loads(report.read_text())
@@ -35,12 +41,17 @@ def agreement(name: str, model: Path, dtype: str) -> dict:
     return {"name": name, "run": "agreement", "model": model, "engine_dtype": dtype}
 
 
+def ways(model: Path) -> dict:
+    return {"name": "ways", "run": "ways", "model": model, "engine_dtype": "bfloat16"}
+
+
 @pytest.fixture(scope="module")
 def one_rank(checkpoint_of: Checkpoints, tmp_path_factory: pytest.TempPathFactory) -> Report:
     tied, untied = (checkpoint_of("qwen3", tied=tied, characters=MANY) for tied in (True, False))
     cases = [
         agreement("untied bf16", untied, "bfloat16"),
         {"name": "faults", "run": "violations", "model": tied, "engine_dtype": "float32", "rank": 0},
+        ways(untied),
         {"name": "packed head", "run": "packed_head", "model": tied},
         {"name": "prefix cache", "run": "prefix_cache", "model": tied},
         {"name": "moved embedding", "run": "moved_embedding", "model": tied},
@@ -65,6 +76,7 @@ def tensor_parallel(checkpoint_of: Checkpoints, tmp_path_factory: pytest.TempPat
     cases = [
         agreement("tied fp32", tied, "float32"),
         agreement("untied bf16", biased, "bfloat16"),
+        ways(biased),
         {"name": "faults", "run": "violations", "model": tied, "engine_dtype": "float32", "rank": 1},
         {"name": "unseeded", "run": "sampling", "model": tied, "seeds": [0], "seeded": False},
     ]
@@ -77,6 +89,7 @@ def apart(checkpoint_of: Checkpoints, tmp_path_factory: pytest.TempPathFactory) 
     cases = [
         agreement("untied fp32", biased, "float32"),
         agreement("tied bf16", llama, "bfloat16"),
+        ways(llama),
         {"name": "faults", "run": "violations", "model": llama, "engine_dtype": "bfloat16", "rank": 1},
     ]
     roles = {"trainer": {"procs": 1}, "generator": {"procs": 1}}
@@ -118,6 +131,55 @@ def test_after_training_and_a_sync_the_engine_gives_every_sampled_token_the_poli
 def test_every_tensor_of_an_engine_on_one_rank_is_the_policys_bit_for_bit(world: str, request: pytest.FixtureRequest) -> None:
     results = next(iter(request.getfixturevalue(world).values()))
     assert [r["whole"] for r in engines(results)] == [r["tensors"] for r in results]
+
+
+def check_ways(results: list[dict]) -> None:
+    loaded = [r for r in results if r]
+    assert loaded
+    for r in loaded:
+        assert r["known"] == r["tensors"] == r["given again"]  # vLLM's loader got all of them, and then none
+        assert r["given"] == r["different"] == r["not the policy's"] == []
+
+
+@pytest.mark.parametrize("world", ["one_rank", "tensor_parallel", "apart"])
+def test_what_is_copied_into_an_engine_is_what_vllms_loader_leaves_in_it(world: str, request: pytest.FixtureRequest) -> None:
+    check_ways(request.getfixturevalue(world)["ways"])
+
+
+@pytest.mark.slow
+def test_an_engine_of_which_one_rank_trains_is_the_policy(checkpoint_of: Checkpoints, tmp_path: Path) -> None:
+    model = checkpoint_of("qwen3", characters=MANY)
+    report = start(3, tmp_path, [agreement("tied", model, "float32"), ways(model)], ranks={"trainer": [0, 1], "generator": [1, 2]})
+    check_agreement(report["tied"], bf16=False)
+    check_ways(report["ways"])
+
+
+WHOLE = torch.arange(48.0).view(8, 6)
+
+
+@pytest.mark.parametrize(
+    ("whole", "part"),
+    [
+        (WHOLE, WHOLE[3:7]),  # no rank's part of 2
+        (WHOLE, WHOLE[:4, :3]),  # cut twice
+        (WHOLE, WHOLE.flip(0)),  # in another order
+        (WHOLE, WHOLE.T),  # in another layout
+        (WHOLE, WHOLE.bfloat16()),
+        (WHOLE, WHOLE[:4] + 1),
+        (torch.cat([WHOLE, WHOLE]), WHOLE),  # could be either half
+        (torch.ones(8), torch.ones(8)),  # could be in any order
+        (torch.full((8,), float("nan")), torch.full((8,), float("nan"))),
+    ],
+)
+def test_a_part_that_may_be_another_is_left_to_vllms_loader(whole: torch.Tensor, part: torch.Tensor) -> None:
+    assert find_cut(whole, part, ranks=2) is None
+
+
+@pytest.mark.parametrize("part", [WHOLE, WHOLE[:4], WHOLE[4:], WHOLE[:, 3:], WHOLE[6:], WHOLE[8:]])
+def test_a_part_that_a_rank_keeps_is_found(part: torch.Tensor) -> None:
+    """The last two: what is left of a padded vocabulary, and the part of a rank that has padding alone."""
+    cut = find_cut(WHOLE, part, ranks=2)
+    assert cut is not None and torch.equal(cut.of(WHOLE), part)
 
 
 @pytest.mark.parametrize("world", ["one_rank", "tensor_parallel", "apart"])

@@ -31,7 +31,8 @@ from parallel.memory import TrainingBytes, residency
 from parallel.placement import Placement
 from parallel.roles import ParallelismConfig, Plan, ServiceConfig, ServicesConfig
 from parallel.weights import stream_weights
-from rollout.generator import Generator, GeneratorConfig, _blocks, checkpoint_slices
+from rollout.generator import Generator, GeneratorConfig, _blocks
+from rollout.loading import checkpoint_slices, verify
 from rollout.sampling import Sampling
 from tests.gpu.precision import first_step, moved
 from tests.sync_driver import error_of, flip_last_bit, ids, watched
@@ -215,7 +216,7 @@ def sync(place: Placement, *, model: str, rounds: int, learning_rate: float) -> 
     result |= {"moved": float(np.mean(list(moved.values()))), "moved_least": min(v for n, v in moved.items() if slices[n].ndim > 1)}
     sent = {t.name: (t.checksum, t.tensor.numel()) for b in stream_weights(job.policy.shards(), place, torch.bfloat16) for t in b}
     flip_last_bit(slices["model.layers.1.mlp.down_proj.weight"].data)
-    result["fault"] = error_of(lambda: job.generator._verify(job.generator._model(), sent))
+    result["fault"] = error_of(lambda: verify(job.generator._model(), sent, job.generator._replica))
     job.generator.close()
     return result
 

@@ -1,0 +1,158 @@
+"""New weights into one running engine: copied into its parameters where that is known to be right, and verified in every tensor.
+
+Which part of a checkpoint's tensor a tensor-parallel rank keeps is learned from vLLM's own loader, not from its layers: a tensor is
+first loaded by vLLM, and if what the rank then holds is, bit for bit, one part of the original and no other, that part is copied
+directly from then on. Whatever vLLM changes on the way, in shape, in type or in order, fits no part and stays with vLLM's loader.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from parallel.weights import Bucket, NamedTensor, checksum
+
+
+class Cut(NamedTuple):
+    """A rank's part of a checkpoint's tensor: `size` of what `dim` has, from `start`. All of it has dim 0, too."""
+
+    dim: int
+    start: int
+    size: int
+
+    def of(self, whole: Tensor) -> Tensor:
+        return whole.narrow(self.dim, self.start, self.size)
+
+
+class Loader:
+    """What one rank of an engine has learned about its parameters, and how it takes new ones."""
+
+    def __init__(self, replica: dist.ProcessGroup, inside: Callable[[], AbstractContextManager[None]]):
+        """replica: the engine's ranks. inside: entered around every call into vLLM."""
+        self.cuts: dict[str, Cut] = {}  # by the checkpoint's names
+        self._replica, self._inside = replica, inside
+
+    @torch.no_grad()
+    def load(self, model: nn.Module, buckets: Iterator[Bucket]) -> None:
+        """Drain `buckets` into the engine's `model` and verify it. Collective over the replica. RuntimeError where a name is
+        unknown, a tensor missing or different.
+        """
+        expected: dict[str, tuple[int, int]] = {}
+        for sent in map(partial(self._take, model), buckets):  # map keeps no bucket while the next one is made
+            expected |= sent
+        clear_padding(model)
+        verify(model, expected, self._replica)
+
+    def _take(self, model: nn.Module, bucket: Bucket) -> dict[str, tuple[int, int]]:
+        """Load a bucket; (checksum, elements) of its tensors, by name."""
+        parts = checkpoint_slices(model)
+        if unknown := sorted({t.name for t in bucket} - set(parts)):
+            raise RuntimeError(f"weight sync: {len(unknown)} names match nothing in the engine: {unknown[:3]}")
+        others = [t for t in bucket if not self._copied(parts[t.name], t)]
+        if others:
+            with self._inside():
+                model.load_weights((t.name, t.tensor) for t in others)
+            parts = checkpoint_slices(model)  # vLLM may have put another parameter in a place
+            self.cuts |= {t.name: cut for t in others if (cut := find_cut(t.tensor, parts[t.name], dist.get_world_size(self._replica)))}
+        return {t.name: (t.checksum, t.tensor.numel()) for t in bucket}
+
+    def _copied(self, part: Tensor, sent: NamedTensor) -> bool:
+        """Was the rank's part copied? Not where it is unknown, or no longer fits."""
+        if (cut := self.cuts.get(sent.name)) is None:
+            return False
+        new = cut.of(sent.tensor)
+        if new.shape != part.shape or new.dtype != part.dtype:
+            return False
+        part.copy_(new)
+        return True
+
+
+def find_cut(whole: Tensor, part: Tensor, ranks: int) -> Cut | None:
+    """The only one of `ranks` equal parts along one dimension, or the last and smaller one, that `part` equals bit for bit.
+
+    None where it equals none or several, where two dimensions differ, and where all of `whole` is one number (a norm's first weights, a
+    bias of zeros): that would fit in any order.
+
+    >>> whole = torch.arange(10).view(5, 2)
+    >>> find_cut(whole, whole[3:], ranks=2), find_cut(whole, whole[:, :1], ranks=2), find_cut(whole, whole[1:4], ranks=2)
+    (Cut(dim=0, start=3, size=2), Cut(dim=1, start=0, size=1), None)
+    """
+    if whole.ndim != part.ndim or whole.dtype != part.dtype:
+        return None
+    differs = [dim for dim in range(whole.ndim) if whole.shape[dim] != part.shape[dim]]
+    if len(differs) > 1 or whole.ndim == 0:
+        return None
+    dim = differs[0] if differs else 0
+    size, total = part.shape[dim], whole.shape[dim]
+    starts = {rank * size for rank in range(ranks)} | {total - size}
+    cuts = [Cut(dim, start, size) for start in sorted(starts) if 0 <= start <= total - size]
+    if size == 0:
+        return cuts[0]
+    if torch.equal(whole, whole.flatten()[:1].expand(whole.numel()).view(whole.shape)):
+        return None
+    equal = [cut for cut in cuts if torch.equal(cut.of(whole), part)]
+    return equal[0] if len(equal) == 1 else None
+
+
+def verify(model: nn.Module, expected: dict[str, tuple[int, int]], replica: dist.ProcessGroup) -> None:
+    """Every tensor of the engine must carry the checksum of the trainer's. Collective over the replica.
+
+    expected: (checksum, elements) of each checkpoint tensor, by its name. Checksums are sums of bit patterns, so those of the slices
+    that tensor parallelism makes add up; a tensor that every rank keeps whole adds up to that many times the original.
+    """
+    slices = checkpoint_slices(model)
+    if unknown := sorted(set(expected) - set(slices)):
+        raise RuntimeError(f"weight sync: {len(unknown)} names match nothing in the engine: {unknown[:3]}")
+    if missing := sorted(set(slices) - set(expected)):
+        raise RuntimeError(f"weight sync: the trainer sent nothing for {len(missing)} tensors of the engine: {missing[:3]}")
+    names = sorted(expected)
+    sums = torch.stack([checksum(slices[name]) for name in names])
+    sizes = torch.tensor([slices[name].numel() for name in names], device=sums.device)
+    found = torch.stack([sums, sizes])
+    dist.all_reduce(found, group=replica)
+    for name, total, size in zip(names, *found.tolist(), strict=True):
+        want, numel = expected[name]
+        copies, rest = divmod(size, numel)
+        if rest or not copies or total != copies * want:
+            raise RuntimeError(f"weight sync: {name} in the engine differs from the trainer's (checksum {total} != {copies} x {want})")
+
+
+def clear_padding(model: nn.Module) -> None:
+    """Zero the rows with which vLLM pads a vocabulary, as its loader does: after a deep sleep they are what the memory held."""
+    for module in model.modules():
+        if pads_vocabulary(module):
+            for parameter in module.parameters(recurse=False):
+                parameter[module.shard_indices.num_org_elements :].zero_()
+
+
+def pads_vocabulary(module: nn.Module) -> bool:
+    """Is it one of vLLM's embeddings or heads?"""
+    return isinstance(getattr(module, "org_vocab_size", None), int)
+
+
+def checkpoint_slices(model: nn.Module) -> dict[str, Tensor]:
+    """This rank's part of every checkpoint tensor, as views of the engine's parameters, by the checkpoint's names.
+
+    vLLM keeps q, k and v (gate and up) in one parameter and pads the vocabulary; a tied head appears once, as the embedding.
+    """
+    packed = model.packed_modules_mapping
+    slices: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    for path, module in model.named_modules():
+        parent, _, leaf = path.rpartition(".")
+        for kind, parameter in module.named_parameters(recurse=False):
+            if id(parameter) in seen:
+                continue
+            seen.add(id(parameter))
+            if leaf in packed:
+                parts = parameter.split(module.output_partition_sizes)
+                slices |= {f"{parent}.{name}.{kind}": part for name, part in zip(packed[leaf], parts, strict=True)}
+            elif pads_vocabulary(module):
+                slices[f"{path}.{kind}"] = parameter[: module.shard_indices.num_org_elements]
+            else:
+                slices[f"{path}.{kind}"] = parameter
+    return slices
