@@ -1,6 +1,6 @@
 """Policy weights -> engine, in flat buckets, without leaving the process: cast, gathered from the shards, broadcast where needed."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from parallel.exchange import from_root
+from parallel.names import to_checkpoint
 from parallel.placement import Placement, holds
 
 
@@ -40,6 +41,7 @@ def stream_weights(
 ) -> Iterator[Bucket]:
     """Yield every weight of the policy, in buckets, on the ranks that train or generate; `shards` is {} where nothing is trained.
 
+    The reference is sent the trainer's parameters, the engine what they are in the checkpoint.
     Collective over the world: every rank must exhaust the iterator. Shards are cast to `dtype` before the gather. Ranks that
     train hold the gathered tensors anyway; only generator ranks (to_reference: those of the reference) that do not train are sent
     them, one broadcast a bucket.
@@ -52,12 +54,17 @@ def stream_weights(
     for name, shape in shapes:
         nbytes = torch.Size(shape).numel() * dtype.itemsize
         if bucket and size + nbytes > bucket_bytes:
-            yield _send(bucket, shards, place, dtype, group)
+            yield _send(bucket, shards, place, dtype, group, as_held if to_reference else to_checkpoint)
             bucket, size = [], 0
         bucket.append((name, shape))
         size += nbytes
     if bucket:
-        yield _send(bucket, shards, place, dtype, group)
+        yield _send(bucket, shards, place, dtype, group, as_held if to_reference else to_checkpoint)
+
+
+def as_held(name: str, tensor: Tensor) -> list[tuple[str, Tensor]]:
+    """A parameter under the trainer's own name."""
+    return [(name, tensor)]
 
 
 def _send(
@@ -66,6 +73,7 @@ def _send(
     place: Placement,
     dtype: torch.dtype,
     group: dist.ProcessGroup | None,
+    parts_of: Callable[[str, Tensor], list[tuple[str, Tensor]]],
 ) -> Bucket:
     sizes = [torch.Size(shape).numel() for _, shape in names]
     trains = holds(place.trainer)
@@ -73,17 +81,19 @@ def _send(
     if trains:
         full = [_full(shards[name].detach().to(dtype)) for name, _ in names]
         flat = torch.cat([t.reshape(-1) for t in full])
-        sums = torch.stack([checksum(t) for t in full])
-    if group is not None and dist.get_rank(group) >= 0:
-        if not trains:
-            flat = torch.empty(sum(sizes), dtype=dtype, device=place.device)
-            sums = torch.empty(len(names), dtype=torch.int64, device=place.device)
-        dist.broadcast(flat, src=place.root, group=group)
-        dist.broadcast(sums, src=place.root, group=group)
+        sums = torch.stack([checksum(part) for (name, _), t in zip(names, full, strict=True) for _, part in parts_of(name, t)])
+    receives = group is not None and dist.get_rank(group) >= 0
+    if receives and not trains:
+        flat = torch.empty(sum(sizes), dtype=dtype, device=place.device)
     elif not trains:
         return []
-    parts = zip(names, flat.split(sizes), sums.tolist(), strict=True)
-    return [NamedTensor(name, part.view(shape), total) for (name, shape), part, total in parts]
+    whole = [part.view(shape) for (_, shape), part in zip(names, flat.split(sizes), strict=True)]
+    parts = [pair for (name, _), tensor in zip(names, whole, strict=True) for pair in parts_of(name, tensor)]
+    if receives:
+        sums = sums if trains else torch.empty(len(parts), dtype=torch.int64, device=place.device)
+        dist.broadcast(flat, src=place.root, group=group)
+        dist.broadcast(sums, src=place.root, group=group)
+    return [NamedTensor(name, part, total) for (name, part), total in zip(parts, sums.tolist(), strict=True)]
 
 
 @torch.no_grad()
