@@ -2,12 +2,15 @@
 
 import functools
 import inspect
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 
@@ -19,6 +22,7 @@ NAME = "packed"  # as transformers' `attn_implementation`
 _options = inspect.signature(varlen_attn).parameters
 CAUSAL_GQA: dict[str, Any] = {"window_size": (-1, 0)} if "window_size" in _options else {"is_causal": True}
 CAUSAL_GQA |= {"enable_gqa": True} if "enable_gqa" in _options else {}
+SCORES_AT_ONCE = 2**25  # of all heads together, where they are written out: 128 MiB in fp32
 
 
 @dataclass(frozen=True)
@@ -38,23 +42,119 @@ class Segments:
         )
 
 
-def flash(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scaling: float | None) -> Tensor:
-    """The flash kernel for variable lengths. [N, H, D] each."""
+@dataclass(frozen=True)
+class Scores:
+    """From queries and keys to what the softmax sees."""
+
+    scaling: float | None = None  # None: 1 / sqrt(D)
+    window: int | None = None  # a token sees as many, itself the last of them; None: all of its segment before it
+    softcap: float | None = None  # scores are softcap * tanh(scores / softcap) (Gemma 2, 2408.00118)
+
+
+def flash(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scores: Scores) -> Tensor:
+    """The flash kernel for variable lengths; it caps no scores. [N, H, D] each."""
     cu, longest = segments.cu_seqlens, segments.max_seqlen
-    out = varlen_attn(q, k, v, cu, cu, longest, longest, scale=scaling, **CAUSAL_GQA)
+    options = CAUSAL_GQA if scores.window is None else CAUSAL_GQA | {"window_size": (scores.window - 1, 0)}
+    out = varlen_attn(q, k, v, cu, cu, longest, longest, scale=scores.scaling, **options)
     assert isinstance(out, Tensor)
     return out
 
 
-def per_length(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scaling: float | None) -> Tensor:
-    """One SDPA call per distinct length. [N, H, D] each."""
+def per_length(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scores: Scores) -> Tensor:
+    """One SDPA call per distinct length, or scores written out where they are capped or do not reach back to the start. [N, H, D] each."""
     parts = []
     for at in segments.by_length:
         qs, ks, vs = (t[at].transpose(1, 2) for t in (q, k, v))  # [n, H, L, D]
-        out = F.scaled_dot_product_attention(qs, ks, vs, is_causal=True, scale=scaling, enable_gqa=True)
+        if scores.softcap is None and (scores.window is None or scores.window >= at.shape[1]):
+            out = F.scaled_dot_product_attention(qs, ks, vs, is_causal=True, scale=scores.scaling, enable_gqa=True)
+        else:
+            out = _WrittenOut.apply(qs, ks, vs, scores)
         parts.append(out.transpose(1, 2).flatten(0, 1))
     order = torch.cat([at.flatten() for at in segments.by_length])
     return torch.empty_like(q).index_copy(0, order, torch.cat(parts))
+
+
+class _WrittenOut(torch.autograd.Function):
+    """Causal attention with its scores in memory, for a chunk of queries at a time and again in the backward pass.
+
+    q [n, Hq, L, D]; k, v [n, Hkv, L, D]. All that is computed is in fp32 at least: a score of 40 in bf16 is off by an eighth.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> Tensor:
+        out, total = torch.empty_like(q), q.new_empty(q.shape[:3], dtype=_wide(q))
+        for rows, keys in _chunks(q, scores):
+            s, _ = _scores(q[:, :, rows], k[:, :, keys], rows, keys, scores)
+            total[:, :, rows] = of_rows = s.logsumexp(-1)
+            out[:, :, rows] = _per_query_head(s.sub_(of_rows[..., None]).exp_(), v[:, :, keys])
+        ctx.scores = scores
+        ctx.save_for_backward(q, k, v, total)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        q, k, v, total = ctx.saved_tensors
+        scores: Scores = ctx.scores
+        of_q, (of_k, of_v) = torch.empty_like(q), (torch.zeros_like(t, dtype=total.dtype) for t in (k, v))
+        for rows, keys in _chunks(q, scores):
+            s, bend = _scores(q[:, :, rows], k[:, :, keys], rows, keys, scores)
+            p = s.sub_(total[:, :, rows, None]).exp_()
+            outer = gradient[:, :, rows].to(total.dtype)
+            of_v[:, :, keys] += _per_key_head(p, outer, v.shape[1])
+            slopes = _per_query_head(outer, v[:, :, keys].transpose(2, 3))
+            slopes.sub_((slopes * p).sum(-1, keepdim=True)).mul_(p).mul_(_scaling(q, scores))
+            if bend is not None:
+                slopes.mul_(bend)
+            of_q[:, :, rows] = _per_query_head(slopes, k[:, :, keys])
+            of_k[:, :, keys] += _per_key_head(slopes, q[:, :, rows].to(total.dtype), k.shape[1])
+        return of_q, of_k.to(k.dtype), of_v.to(v.dtype), None
+
+
+def _wide(tensor: Tensor) -> torch.dtype:
+    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
+
+
+def _scaling(q: Tensor, scores: Scores) -> float:
+    return q.shape[-1] ** -0.5 if scores.scaling is None else scores.scaling
+
+
+def _chunks(q: Tensor, scores: Scores) -> Iterator[tuple[slice, slice]]:
+    """Consecutive queries, and the keys that some of them see."""
+    n, heads, length, _ = q.shape
+    reach = min(scores.window or length, length)
+    # With c queries there are c (c + reach) scores of a head at most.
+    most = max(SCORES_AT_ONCE // (n * heads), 1)
+    count = max(min(int((math.sqrt(reach * reach + 4 * most) - reach) / 2), length), 1)
+    for first in range(0, length, count):
+        last = min(first + count, length)
+        yield slice(first, last), slice(max(first - reach + 1, 0), last)
+
+
+def _scores(q: Tensor, k: Tensor, rows: slice, keys: slice, scores: Scores) -> tuple[Tensor, Tensor | None]:
+    """[n, Hq, queries, keys], -inf where a query does not see a key, and with a cap the slope of the capped scores in the raw ones."""
+    s = _per_query_head(q.to(_wide(q)), k.transpose(2, 3)).mul_(_scaling(q, scores))
+    bend = None
+    if scores.softcap is not None:
+        s.div_(scores.softcap).tanh_()
+        bend = 1 - s.square()
+        s.mul_(scores.softcap)
+    back = torch.arange(rows.start, rows.stop, device=q.device)[:, None] - torch.arange(keys.start, keys.stop, device=q.device)
+    unseen = back < 0 if scores.window is None else (back < 0) | (back >= scores.window)
+    return s.masked_fill_(unseen, -math.inf), bend
+
+
+def _per_query_head(left: Tensor, right: Tensor) -> Tensor:
+    """[n, Hq, a, b] @ [n, Hkv, b, c] -> [n, Hq, a, c], consecutive query heads sharing a key-value head."""
+    n, heads, a, b = left.shape
+    grouped = left.reshape(n, right.shape[1], -1, b)
+    return (grouped @ right.to(left.dtype)).view(n, heads, a, right.shape[3])
+
+
+def _per_key_head(left: Tensor, right: Tensor, kv_heads: int) -> Tensor:
+    """[n, Hq, a, b], [n, Hq, a, c] -> [n, Hkv, b, c]: left^T @ right, summed over the query heads that share a key-value head."""
+    n, _, _, b = left.shape
+    return left.reshape(n, kv_heads, -1, b).transpose(2, 3) @ right.reshape(n, kv_heads, -1, right.shape[3])
 
 
 # By device and dtype: torch's flash kernel exists for these. Everything else, fp32 on CUDA too, goes by length.
@@ -77,21 +177,23 @@ def packed_attention(
 ) -> tuple[Tensor, None]:
     """Causal attention inside each segment. query [1, Hq, N, D]; key, value [1, Hkv, N, D] -> [1, N, Hq, D].
 
-    transformers calls it once per layer. ValueError where the model wants what the kernels here do not do, rather than other numbers.
+    sliding_window: tokens that a token sees, itself included. softcap: scores are softcap * tanh(scores / softcap).
+    transformers calls it once per layer. ValueError where the model wants what is not done here, rather than other numbers.
     """
-    if softcap is not None or s_aux is not None:
-        raise ValueError(f"{type(module).__name__} caps its attention scores or has attention sinks: packed attention does neither")
-    if sliding_window is not None and sliding_window < segments.max_seqlen:
-        raise ValueError(
-            f"a sequence of {segments.max_seqlen} tokens exceeds the model's sliding window of {sliding_window}, which packed attention "
-            f"does not support: lower training.seq_len to {sliding_window}"
-        )
+    if s_aux is not None:
+        raise ValueError(f"{type(module).__name__} has attention sinks, which packed attention does not support: take another model")
+    if getattr(module, "is_causal", True) is False:
+        raise ValueError(f"{type(module).__name__} lets tokens see later ones, which packed attention does not: take a causal model")
+    window = None if sliding_window is None or sliding_window >= segments.max_seqlen else sliding_window
+    scores = Scores(scaling, window, softcap)
     q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))  # [N, H, D]
     kernel = KERNELS.get((q.device.type, q.dtype), per_length)
+    if softcap is not None or (window is not None and "window_size" not in CAUSAL_GQA):
+        kernel = per_length  # flash cannot
     if segments.row is None:
-        return kernel(q, k, v, segments, scaling)[None], None
+        return kernel(q, k, v, segments, scores)[None], None
     q, k, v = (segments.row.heads_for_tokens(t) for t in (q, k, v))
-    return segments.row.tokens_for_heads(kernel(q, k, v, segments, scaling))[None], None
+    return segments.row.tokens_for_heads(kernel(q, k, v, segments, scores))[None], None
 
 
 AttentionInterface.register(NAME, packed_attention)

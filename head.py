@@ -210,7 +210,7 @@ def _softmax(sums: Tensor, shard: VocabShard | None) -> _Softmax:
     parts = sums[None]
     if shard is not None:
         parts = sums.new_empty(shard.group.size(), *sums.shape)
-        dist.all_gather_into_tensor(parts.view(-1, sums.shape[1]), sums, group=shard.group)
+        dist.all_gather_into_tensor(parts.flatten(0, 1), sums, group=shard.group)
     largest = parts[:, 0].amax(0)
     below = parts[:, 0] - largest
     scale = below.exp()

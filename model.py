@@ -18,7 +18,9 @@ from batch import IDLE, Batch, Episode, padded_length, plan_rows, to_batch
 from head import Share, VocabShard, logprobs_from_hidden, loss_from_hidden
 from parallel import pipeline
 from parallel.context import Context, from_all_ranks
+from parallel.experts import NAME as EXPERTS
 from parallel.memory import Remedy, explained
+from parallel.names import to_checkpoint
 from parallel.placement import Grid, device_of, holds, share
 from parallel.plans import parallelize
 from parallel.weights import Bucket, blend
@@ -170,7 +172,7 @@ class Model:
         if not holds(grid):
             return
         self.device = device_of(grid)
-        lm = self.source.read_whole(AutoModelForCausalLM, dtype="auto", attn_implementation=attention.NAME)
+        lm = self.source.read_whole(AutoModelForCausalLM, dtype="auto", attn_implementation=attention.NAME, experts_implementation=EXPERTS)
         scales = {key: lm.config.to_dict().get(key, 1) for key in ("logits_scaling", "logit_scale")}
         if any(scale not in (1, None) for scale in scales.values()):
             raise ValueError(f"model={source.name} scales its logits ({scales}), which the head does not support")
@@ -234,7 +236,7 @@ class Model:
         given = shares or [None] * len(rows)
         grid, module = self.grid, self.local
         multiple = grid.cp * grid.tp if grid.tp > 1 else 1
-        lengths = [padded_length(row, multiple) for row in rows]
+        lengths = [max(padded_length(row, multiple), grid.cp) for row in rows]  # transformers reshapes no row of 0 tokens
         if grid.pp == 1:
             for i, row in enumerate(rows):
                 batch = to_batch(row, self.device, lengths[i])
@@ -321,5 +323,5 @@ class Model:
             config.save_pretrained(folder)
             if self.local.lm.generation_config is not None:
                 self.local.lm.generation_config.save_pretrained(folder)
-            save_torch_state_dict(weights, folder)
+            save_torch_state_dict(dict(part for name, whole in weights.items() for part in to_checkpoint(name, whole)), folder)
             self.source.tokenizer().save_pretrained(folder)

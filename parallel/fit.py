@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from typing import Any
 
+from parallel.experts import DealExperts
 from parallel.plans import PLANS
 from parallel.plans import Plan as FamilyPlan
 from parallel.roles import Plan, RolePlan
@@ -23,8 +24,8 @@ def check_degrees(config: Any, role: RolePlan) -> None:
         if degree > 1 and not plan.tp:
             raise ValueError(
                 f"{role.key}.{kind}_parallel_degree={degree}: model family {config.model_type!r} has no plan for it; set it to 1, which "
-                f"leaves the weights to data_parallel_shard_degree, or add the family to PLANS in parallel/plans.py (known: "
-                f"{', '.join(PLANS)})"
+                f"leaves the weights to data_parallel_shard_degree, or add the family to PLANS in parallel/plans.py, a line where it is "
+                f"built like another: docs/parallelism.md says how (known: {', '.join(PLANS)})"
             )
     if role.pp > text.num_hidden_layers:
         raise ValueError(
@@ -32,13 +33,18 @@ def check_degrees(config: Any, role: RolePlan) -> None:
             f"{text.num_hidden_layers} at most, or set it to 1 and spread the weights with data_parallel_shard_degree"
         )
     if role.tp > 1:
-        _check_tp(text, role.tp, role.key)
+        _check_tp(text, plan, role.tp, role.key)
     if role.cp > 1:
         _check_cp(text, role.tp, role.cp, role.key)
 
 
-def _check_tp(text: Any, tp: int, key: str) -> None:
+def _check_tp(text: Any, plan: FamilyPlan, tp: int, key: str) -> None:
     dealt = {"attention heads": text.num_attention_heads, "key-value heads": text.num_key_value_heads}
+    has_experts = any(isinstance(style, DealExperts) for style in plan.tp.values())
+    if has_experts:
+        dealt["experts"] = text.num_experts
+    if not has_experts or text.mlp_only_layers or text.decoder_sparse_step != 1:
+        dealt["intermediate columns"] = text.intermediate_size
     for what, count in dealt.items():
         if count % tp:
             raise ValueError(

@@ -2,6 +2,7 @@
 
 import functools
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
@@ -10,6 +11,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, PrepareModuleInput, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
+from parallel.experts import DealExperts
+from parallel.names import check_names
 from parallel.pipeline import Passing, bounds
 from parallel.placement import Grid
 
@@ -24,6 +27,15 @@ class Plan:
     def cut(self) -> list[str]:
         """Paths inside a block of what tensor parallelism cuts."""
         return [path for path, style in self.tp.items() if not isinstance(style, PrepareModuleInput)]
+
+    def styles(self, block: nn.Module) -> dict[str, ParallelStyle]:
+        """Of `tp`, what is done in this block: layers with experts have no MLP to cut, and no tokens to gather for it."""
+        here = {name for name, _ in block.named_modules()}
+        found = {path: style for path, style in self.tp.items() if path in here}
+        columns = [path for path, style in found.items() if isinstance(style, ColwiseParallel)]
+        gathers = {path for path, style in found.items() if isinstance(style, PrepareModuleInput)}
+        idle = {path for path in gathers if not any(column.startswith(f"{path}.") for column in columns)}
+        return {path: style for path, style in found.items() if path not in idle}
 
 
 # Between attention and MLP each tensor rank has a part of the tokens (sequence parallelism, 2205.05198): they are gathered where a module
@@ -45,7 +57,44 @@ LLAMA = Plan(
     },
 )
 
-PLANS = {"llama": LLAMA, "mistral": LLAMA, "qwen2": LLAMA, "qwen3": LLAMA}  # keyed by the Hugging Face `model_type`
+QWEN3_MOE = Plan(tp=LLAMA.tp | {"mlp.experts": DealExperts()})
+
+PLANS = {  # keyed by the Hugging Face `model_type`
+    "llama": LLAMA,
+    "mistral": LLAMA,
+    "qwen2": LLAMA,
+    "qwen3": LLAMA,
+    "qwen3_moe": QWEN3_MOE,
+    "gemma2": LLAMA,
+    "gemma3_text": LLAMA,
+}
+
+
+def plan_of(model: nn.Module) -> Plan:
+    """The family's plan; for another family one that shards blocks, if they are where most families have them.
+
+    ValueError for a model that cannot be trained at all.
+    """
+    config, name = model.config, type(model).__name__
+    if config.get_text_config() is not config:
+        raise ValueError(
+            f"model family {config.model_type!r} ({name}) reads more than text: take a model of its family that does not (the small ones "
+            f"of Gemma 3 are of type 'gemma3_text')"
+        )
+    check_names(model)
+    plan = PLANS.get(config.model_type, Plan())
+    if not isinstance(dict(model.named_modules()).get(plan.blocks), nn.ModuleList):
+        raise ValueError(
+            f"model family {config.model_type!r} ({name}) has no blocks at {plan.blocks!r}, where FSDP looks for them: add the family to "
+            f"PLANS in parallel/plans.py with the path of its `blocks`"
+        )
+    return plan
+
+
+def restore_scale(embedding: Any) -> None:
+    """Gemma's factor of the embedding, in fp32 again: transformers keeps it in the checkpoint's dtype, whatever is computed in later."""
+    if (scale := getattr(embedding, "scalar_embed_scale", None)) is not None:
+        embedding.embed_scale = torch.tensor(scale, device=embedding.embed_scale.device)
 
 
 def parallelize(
@@ -68,12 +117,13 @@ def parallelize(
     What `parallel.fit.check_model` refuses must not come here.
     """
     tp = grid.tp
-    plan = PLANS.get(model.config.model_type, Plan())
+    plan = plan_of(model)
+    restore_scale(model.get_input_embeddings())
     precision = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32, cast_forward_inputs=False)
     for block in _stage(model, plan, grid):
         block.to(device=device, dtype=weights)
         if tp > 1:
-            parallelize_module(block, grid.weights["tp"], plan.tp, src_data_rank=None)
+            parallelize_module(block, grid.weights["tp"], plan.styles(block), src_data_rank=None)
         if recompute:
             block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
         fully_shard(block, mesh=grid.fsdp, mp_policy=precision)

@@ -53,8 +53,14 @@ class ParallelismConfig:
     tensor_parallel_degree: int = 1  # ranks that share each layer of trainer and reference
     context_parallel_degree: int = 1  # ranks that share each row of tokens of trainer and reference
     pipeline_parallel_degree: int = 1  # ranks among which the layers of trainer and reference are divided
+    expert_parallel_degree: int = 1  # 1; tensor_parallel_degree deals experts out
 
     def check(self) -> None:
+        if self.expert_parallel_degree != 1:
+            raise ValueError(
+                f"expert_parallel_degree={self.expert_parallel_degree}: experts have no degree of their own; set it to 1 and spread them "
+                f"with tensor_parallel_degree (each rank has some experts whole) or data_parallel_shard_degree (each has a shard of all)"
+            )
         for key in vars(self).keys() - {"data_parallel_shard_degree"}:
             if vars(self)[key] < 1:
                 raise ValueError(f"{key}={vars(self)[key]}: must be at least 1")

@@ -7,7 +7,7 @@ needs only what all others begin without waiting for anything later.
 """
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import zip_longest
 from typing import NamedTuple
 
@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from parallel.exchange import from_each
+from parallel.names import to_checkpoint
 from parallel.placement import Placement, holds
 from parallel.routes import Route
 
@@ -61,8 +62,11 @@ def checksum(tensor: Tensor) -> Tensor:
     return bits.sum(dtype=torch.int64)
 
 
-def checkpoint_tensors(name: str, tensor: Tensor) -> list[tuple[str, Tensor]]:
-    """The checkpoint's tensors, by its names, in the trainer's parameter `name`, as views. Depends on name and shape alone."""
+PartsOf = Callable[[str, Tensor], list[tuple[str, Tensor]]]  # a parameter's tensors, as views; depends on name and shape alone
+
+
+def as_held(name: str, tensor: Tensor) -> list[tuple[str, Tensor]]:
+    """A parameter under the trainer's own name."""
     return [(name, tensor)]
 
 
@@ -76,6 +80,8 @@ def stream_weights(
 ) -> Iterator[Bucket]:
     """Yield every weight of the policy, in buckets, on the engine's ranks (to_reference: the reference's); empty ones elsewhere.
 
+    The reference is sent the trainer's parameters, the engine what they are in the checkpoint.
+
     `shards` are this rank's, of its pipeline stage; {} where nothing is trained. Collective over the world: every rank must exhaust
     the iterator. Shards are cast to `dtype` before the gather. The ranks that hold a stage have its gathered tensors anyway; only
     others are sent them, each bucket by the next of the route's senders. A tensor that two stages hold is the first's. bucket_bytes:
@@ -83,11 +89,11 @@ def stream_weights(
     Peak extra memory: two buckets (ON_THE_WAY), and the largest tensor while it is gathered, if the caller keeps no bucket: a loop's
     variable does, `map` does not.
     """
-    reader = place.reference if to_reference else place.generator
+    reader, parts_of = (place.reference, as_held) if to_reference else (place.generator, to_checkpoint)
     reads = reader is not None and holds(reader)
     coming: deque[Journey] = deque()
     for parcel in _parcels(shards, place.reference_weights if to_reference else place.weights, dtype, bucket_bytes, place):
-        coming.append(_begin(parcel, shards, place.device, dtype, reads))
+        coming.append(_begin(parcel, shards, place.device, dtype, reads, parts_of))
         if len(coming) == ON_THE_WAY:
             yield _end(coming.popleft(), reads)
     while coming:
@@ -123,7 +129,7 @@ def _parcels(
 
 
 @torch.no_grad()  # not of the iterator: there it would keep each bucket while the next one is made
-def _begin(parcel: Parcel, shards: dict[str, Tensor], device: torch.device, dtype: torch.dtype, reads: bool) -> Journey:
+def _begin(parcel: Parcel, shards: dict[str, Tensor], device: torch.device, dtype: torch.dtype, reads: bool, parts_of: PartsOf) -> Journey:
     """Gather the bucket where its stage is held, and start its broadcast where somebody receives it. Waits for no broadcast."""
     rank, route = dist.get_rank(), parcel.route
     holder, turn = rank in route.ranks, route.turn(parcel.number)
@@ -141,10 +147,10 @@ def _begin(parcel: Parcel, shards: dict[str, Tensor], device: torch.device, dtyp
     sums: list[Tensor] = []
     for i, (name, _) in enumerate(parcel.contents if holder else []):
         whole = _whole(shards[name], device, dtype)
-        sums += [checksum(tensor) for _, tensor in checkpoint_tensors(name, whole)]
+        sums += [checksum(tensor) for _, tensor in parts_of(name, whole)]
         parts[i] = parts[i].copy_(whole) if sends else whole
         del whole  # before the next one is made
-    named = [pair for (name, _), part in zip(parcel.contents, parts, strict=True) for pair in checkpoint_tensors(name, part)]
+    named = [pair for (name, _), part in zip(parcel.contents, parts, strict=True) for pair in parts_of(name, part)]
     checksums = torch.stack(sums) if holder else torch.empty(len(named), dtype=torch.int64, device=device)
     works = []
     if travels and turn is not None:

@@ -22,6 +22,7 @@ from parallel.memory import Remedy, Residency, allocated, capacity, empty_cache,
 from parallel.placement import Grid, Placement, holds, share, shares_ranks
 from parallel.sub_world import OwnRandomState, sub_world
 from parallel.weights import Bucket
+from rollout.experts import check_engine, check_tile, keep_experts
 from rollout.loading import Loader
 from rollout.sampling import Sampling, sample_seed
 
@@ -41,6 +42,7 @@ class GeneratorConfig:
             raise ValueError(f"gpu_memory_utilization={self.gpu_memory_utilization}: must be between 0 and 1")
         if self.max_num_seqs is not None and self.max_num_seqs < 1:
             raise ValueError(f"max_num_seqs={self.max_num_seqs}: must be at least 1")
+        check_engine(self.engine)
 
 
 class Generator:
@@ -131,11 +133,12 @@ class Generator:
                 "max_num_seqs": cfg.max_num_seqs or 256,
                 "enforce_eager": cfg.enforce_eager,
                 "enable_sleep_mode": self._sleeps,
+                "moe_backend": "triton",  # see check_engine
             }
+        check_tile(shape, tp)
         seqs = cfg.max_num_seqs or 64
-        head = head_width(shape)
         kv_heads = -(-shape.num_key_value_heads // tp)
-        per_token = 2 * shape.num_hidden_layers * kv_heads * head * self.dtype.itemsize
+        per_token = 2 * shape.num_hidden_layers * kv_heads * head_width(shape) * self.dtype.itemsize
         padded = -(-self.seq_len // 128) * 128  # the CPU cache's block
         return arguments | {
             "max_num_seqs": seqs,
@@ -273,8 +276,7 @@ def _shape(source: ModelSource) -> Any:
 def _widths(source: ModelSource) -> dict[str, int]:
     """The sizes that decide about activations, as `training_bytes` takes them."""
     shape = _shape(source)
-    head = head_width(shape)
-    heads = (shape.num_attention_heads + 2 * shape.num_key_value_heads) * head
+    heads = (shape.num_attention_heads + 2 * shape.num_key_value_heads) * head_width(shape)
     return {"hidden": shape.hidden_size, "intermediate": shape.intermediate_size, "layers": shape.num_hidden_layers, "heads": heads}
 
 
@@ -323,6 +325,7 @@ def _prepare_vllm(device_type: str, unique: str) -> None:
         return
     import torch._dynamo
     import vllm.distributed.device_communicators.cpu_communicator as communicator
+    import vllm.model_executor.layers.fused_moe.experts.cpu_moe as cpu_moe
     import vllm.model_executor.layers.utils as layers
 
     torch._dynamo.config.disable = True  # it would compile one small function, and needs a C++ compiler for that
@@ -332,6 +335,7 @@ def _prepare_vllm(device_type: str, unique: str) -> None:
         layer.cpu_linear = nn.functional.linear
 
     layers.dispatch_cpu_unquantized_gemm = keep_weights
+    keep_experts(cpu_moe)
     name_of = communicator._CPUSHMDistributed.make_group_name
 
     def unique_name(owner: Any) -> str:

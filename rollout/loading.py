@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from parallel.weights import Bucket, NamedTensor, checksum
+from rollout.experts import PARTS, expert_slices
 
 
 class Cut(NamedTuple):
@@ -151,6 +152,8 @@ def checkpoint_slices(model: nn.Module) -> dict[str, Tensor]:
             if leaf in packed:
                 parts = parameter.split(module.output_partition_sizes)
                 slices |= {f"{parent}.{name}.{kind}": part for name, part in zip(packed[leaf], parts, strict=True)}
+            elif kind in PARTS:
+                slices |= expert_slices(path, kind, parameter)
             elif pads_vocabulary(module):
                 slices[f"{path}.{kind}"] = parameter[: module.shard_indices.num_org_elements]
             else:

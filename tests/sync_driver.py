@@ -27,6 +27,7 @@ from losses import GRPOLoss
 from model import Model, ModelSource
 from parallel.exchange import everyone, from_each
 from parallel.launch import launch
+from parallel.names import to_checkpoint
 from parallel.placement import Placement
 from parallel.roles import ParallelismConfig, Plan, RolePlan, ServiceConfig, ServicesConfig
 from parallel.weights import Bucket, NamedTensor, stream_weights
@@ -103,7 +104,7 @@ class Job:
     def weights(self) -> dict[str, Tensor]:
         """The policy's, whole, in the engine's dtype; {} on ranks that do not train."""
         whole = {n: p.full_tensor() if isinstance(p, DTensor) else p for n, p in self.policy.shards().items()}
-        return {n: t.detach().to(self.generator.dtype) for n, t in whole.items()}
+        return dict(pair for n, t in whole.items() for pair in to_checkpoint(n, t.detach().to(self.generator.dtype)))
 
     @torch.no_grad()
     def head_error(self) -> float | None:
@@ -117,8 +118,11 @@ class Job:
         head = weights.get("lm_head.weight", weights["model.embed_tokens.weight"])
         hidden = torch.randn(5, head.shape[1], generator=torch.Generator().manual_seed(0)).to(head.dtype)
         with self.generator._inside():
-            logits = self.generator._model().compute_logits(hidden)
-        return None if logits is None else float((logits.float() - linear(hidden, head).float()).abs().max())
+            engine = self.generator._model()
+            logits = engine.compute_logits(hidden)
+        want, cap = linear(hidden, head).float(), engine.config.to_dict().get("final_logit_softcapping")
+        want = want if cap is None else cap * torch.tanh(want / cap)
+        return None if logits is None else float((logits.float() - want).abs().max())
 
 
 def tensors_in(folder: str) -> set[str]:

@@ -1,10 +1,14 @@
 """Packed attention is attention of one sequence at a time, in every model family, forwards and backwards."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 from torch.testing import assert_close
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM
 
 import attention
@@ -83,6 +87,59 @@ def test_a_row_may_hold_one_sequence_or_nothing_but_single_tokens(checkpoint_of)
             tokens = sequences(lengths)
             want = torch.cat([packed(model, [t]) for t in tokens])
             assert_close(packed(model, tokens), want, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("at_once", [2**25, 3000, 1])
+@pytest.mark.parametrize("scores", [
+    attention.Scores(window=5), attention.Scores(window=1), attention.Scores(softcap=2.0, scaling=0.5),
+    attention.Scores(softcap=1.0, window=33), attention.Scores(softcap=1.0, window=500),
+])  # fmt: skip
+def test_windows_and_caps_are_those_of_the_whole_matrix_of_scores_forwards_and_backwards(scores, at_once, monkeypatch):
+    monkeypatch.setattr(attention, "SCORES_AT_ONCE", at_once)
+    draw = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(sum(LENGTHS), heads, 8, dtype=torch.float64, generator=draw, requires_grad=True) for heads in (4, 2, 2))
+    got, parts = attention.per_length(q, k, v, segments_of(LENGTHS), scores), []
+    for qs, ks, vs in zip(*(t.split(LENGTHS) for t in (q, k.repeat_interleave(2, 1), v.repeat_interleave(2, 1))), strict=True):
+        s = torch.einsum("ihd,jhd->hij", qs, ks) * (scores.scaling or 8**-0.5)
+        s = s if scores.softcap is None else scores.softcap * torch.tanh(s / scores.softcap)
+        back = torch.arange(len(qs))[:, None] - torch.arange(len(qs))
+        seen = (back >= 0) & (back < (scores.window or len(qs)))
+        parts.append(torch.einsum("hij,jhd->ihd", s.masked_fill(~seen, -torch.inf).softmax(-1), vs))
+    want = torch.cat(parts)
+    assert_close(got, want, rtol=1e-10, atol=1e-10)
+    upstream = torch.randn(want.shape, dtype=torch.float64, generator=draw)
+    for g, w in zip(*(torch.autograd.grad(out, (q, k, v), upstream) for out in (got, want)), strict=True):
+        assert_close(g, w, rtol=1e-10, atol=1e-10)
+
+
+class LargestTensor(TorchDispatchMode):
+    """The most elements that a result of an operation had."""
+
+    most = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        self.most = max([self.most, *(t.numel() for t in tree_leaves(result) if isinstance(t, torch.Tensor))])
+        return result
+
+
+@pytest.mark.parametrize("scores", [attention.Scores(window=9), attention.Scores(softcap=2.0), attention.Scores(softcap=2.0, window=9)])
+def test_scores_that_are_written_out_take_no_more_memory_than_they_may(scores, monkeypatch):
+    monkeypatch.setattr(attention, "SCORES_AT_ONCE", 20_000)
+    q, k, v = (torch.randn(1000, heads, 4, requires_grad=True) for heads in (4, 2, 2))
+    with LargestTensor() as seen:
+        attention.per_length(q, k, v, segments_of([1000]), scores).sum().backward()
+    assert seen.most <= 20_000, "of 4 million scores"
+
+
+@pytest.mark.parametrize(("module", "options", "told"), [
+    (SimpleNamespace(is_causal=True), {"s_aux": torch.zeros(4)}, "has attention sinks"),
+    (SimpleNamespace(is_causal=False), {}, "lets tokens see later ones"),
+])  # fmt: skip
+def test_attention_that_is_not_done_here_is_refused(module, options, told):
+    t = torch.zeros(1, 4, 3, 8)
+    with pytest.raises(ValueError, match=told):
+        attention.packed_attention(module, t, t, t, None, segments=segments_of([3]), **options)
 
 
 @pytest.mark.parametrize("scaling", [None, 0.05])

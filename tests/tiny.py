@@ -5,12 +5,38 @@ from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GemmaConfig,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 CHARACTERS = "0123456789+=- "
 SPECIAL = ("<pad>", "<eos>", "<bos>")
 EOS = 1
 FAMILIES = {"qwen3": Qwen3Config, "qwen2": Qwen2Config, "llama": LlamaConfig}  # qwen2 has biases on q, k and v
+WINDOW = 5  # tokens, fewer than a sequence of any test has
+LAYERS = ["sliding_attention", "full_attention"]
+# Windows, caps that are felt, and experts, a layer of each kind; and gemma, a family without a plan.
+SPECIAL_FAMILIES: dict[str, tuple[type, dict]] = {
+    "mistral": (MistralConfig, {"sliding_window": WINDOW}),
+    "gemma2": (Gemma2Config, {
+        "sliding_window": WINDOW, "layer_types": LAYERS, "attn_logit_softcapping": 1.5, "final_logit_softcapping": 2.0,
+        "query_pre_attn_scalar": 20,
+    }),
+    "gemma3_text": (Gemma3TextConfig, {"sliding_window": WINDOW, "layer_types": LAYERS, "query_pre_attn_scalar": 20}),
+    "qwen3_moe": (Qwen3MoeConfig, {
+        "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True, "mlp_only_layers": [0],
+    }),
+    "gemma": (GemmaConfig, {}),
+}  # fmt: skip
 HEAD_DIM = 32  # the least that vLLM's attention takes on a CPU
 
 
@@ -45,10 +71,11 @@ def make_checkpoint(
     options = {"head_dim": HEAD_DIM} if family != "qwen2" else {}
     if family == "qwen2" and hidden // heads != HEAD_DIM:
         hidden = heads * HEAD_DIM  # this family has no head_dim of its own
-    config = FAMILIES[family](
+    kind, special = SPECIAL_FAMILIES.get(family) or (FAMILIES[family], {})
+    config = kind(
         vocab_size=len(tokenizer), hidden_size=hidden, intermediate_size=3 * hidden, num_hidden_layers=layers,
         num_attention_heads=heads, num_key_value_heads=kv_heads, max_position_embeddings=256, initializer_range=0.1,
-        tie_word_embeddings=tied, eos_token_id=EOS, pad_token_id=0, bos_token_id=2, **options,
+        tie_word_embeddings=tied, eos_token_id=EOS, pad_token_id=0, bos_token_id=2, **options, **special,
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

@@ -36,7 +36,7 @@ def test_varlen_attention_is_sdpa_of_each_segment_in_outputs_and_gradients(head_
                                ("sdpa", attention.per_length, dtype)):  # fmt: skip
         inputs = [t.detach().to(kind).requires_grad_() for t in exact]
         q, k, v = inputs
-        out = kernel(q, k, v, segments, None)
+        out = kernel(q, k, v, segments, attention.Scores())
         assert out.shape == (tokens, heads, head_dim)
         results[name] = [out, *torch.autograd.grad(out, inputs, upstream.to(kind))]
     for what, want, got, plain in zip(("out", "dq", "dk", "dv"), *(results[n] for n in ("want", "flash", "sdpa")), strict=True):
@@ -44,6 +44,26 @@ def test_varlen_attention_is_sdpa_of_each_segment_in_outputs_and_gradients(head_
         figures[what] = error(got, want)
         figures[f"{what}_sdpa"] = error(plain, want)  # the same precision without the kernel: what rounding alone costs
         assert figures[what] <= max(2 * figures[f"{what}_sdpa"], 1e-3), f"{what}: {figures}"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("scores", [attention.Scores(window=100), attention.Scores(softcap=5.0), attention.Scores(softcap=5.0, window=100)])
+def test_windows_and_caps_on_a_gpu_are_those_of_fp32_in_outputs_and_gradients(scores, dtype, figures):
+    """Through packed_attention, which gives the windows alone to the flash kernel."""
+    draw = torch.Generator(CUDA).manual_seed(0)
+    tokens, segments = sum(LENGTHS), segments_of(LENGTHS)
+    exact = [torch.randn(1, h, tokens, 64, device=CUDA, generator=draw).to(dtype).double() for h in (8, 2, 2)]
+    upstream = torch.randn(1, tokens, 8, 64, device=CUDA, generator=draw).to(dtype)
+    results = []
+    for kind in (torch.float64, dtype):
+        inputs = [t.to(kind).requires_grad_() for t in exact]
+        q, k, v = inputs
+        how = {"sliding_window": scores.window, "softcap": scores.softcap}
+        out, _ = attention.packed_attention(torch.nn.Module(), q, k, v, None, segments=segments, **how)
+        results.append([out, *torch.autograd.grad(out, inputs, upstream.to(kind))])
+    for what, want, got in zip(("out", "dq", "dk", "dv"), *results, strict=True):
+        figures[what] = error(got, want)
+        assert figures[what] <= 1e-2, f"{what}: {figures}"
 
 
 def test_the_kernel_is_chosen_by_device_and_dtype():
