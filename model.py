@@ -20,7 +20,7 @@ from parallel import pipeline
 from parallel.context import Context, from_all_ranks
 from parallel.memory import Remedy, explained
 from parallel.placement import Grid, device_of, holds, share
-from parallel.plans import parallelize
+from parallel.plans import parallelize, reshard
 from parallel.weights import Bucket, blend
 
 Row = list[Episode]
@@ -219,9 +219,13 @@ class Model:
         A replica that has run out of episodes gets an idle row, since a forward pass is a collective; so does one with fewer rows than
         stages.
         """
+        return [[episodes[i] for i in row] or [IDLE] for row in self._plan(episodes)]
+
+    def _plan(self, episodes: list[Episode]) -> list[list[int]]:
+        """`rows`, as indices."""
         plan = plan_rows([len(e.token_ids) for e in episodes], self.grid.num_replicas, self.max_tokens)
-        found = [[episodes[i] for i in row] or [IDLE] for rows in share(plan, self.grid) for row in rows]
-        return found + [[IDLE]] * (self.grid.pp - len(found)) if found else []
+        found = [row for rows in share(plan, self.grid) for row in rows]
+        return found + [[]] * (self.grid.pp - len(found)) if found else []
 
     def passes(
         self, rows: list[Row], finish: Callable[[int, Batch, tuple[Tensor, ...]], Tensor], *, shares: list[Share | None] | None = None,
@@ -262,32 +266,25 @@ class Model:
 
     @torch.no_grad()
     @explained("scoring", "training.max_tokens_per_batch, training.seq_len or, beside an engine, generator.gpu_memory_utilization")
-    def logprobs(self, episodes: list[Episode]) -> list[np.ndarray]:
-        """Log-probs of the response tokens, [R] each, of this rank's share of `episodes`; only a last stage knows them.
+    def logprobs(self, episodes: list[Episode]) -> dict[int, np.ndarray]:
+        """Log-probs of the response tokens, [R] each, of the episodes that this rank's replica runs, by their index.
 
-        Collective over the mesh.
+        {} outside the mesh, and where another stage is the last. Collective over the mesh. The rows are those that training runs, so
+        that on the same ranks and in the same dtype a model that has not moved since gives the very same numbers.
         """
         if not self.is_local:
-            return []
-        mine = share(episodes, self.grid)
-        plan = plan_rows([len(e.token_ids) for e in mine], 1, self.max_tokens)[0]
-        plan += [[]] * (max(self._most_rows(episodes), self.grid.pp) - len(plan))
-        scored: list[np.ndarray] = [np.zeros(0, np.float32)] * len(mine)
+            return {}
+        plan = self._plan(episodes)
+        scored: dict[int, np.ndarray] = {}
 
         def keep(row: int, _batch: Batch, outputs: tuple[Tensor, ...]) -> Tensor:
-            ends = np.cumsum([mine[i].num_response_tokens for i in plan[row]])
-            for i, part in zip(plan[row], np.split(outputs[0].cpu().numpy(), ends[:-1]), strict=False):
-                scored[i] = part
+            ends = np.cumsum([episodes[i].num_response_tokens for i in plan[row]])
+            scored.update(zip(plan[row], np.split(outputs[0].cpu().numpy(), ends[:-1]), strict=False))
             return outputs[0].sum()
 
-        self.passes([[mine[i] for i in row] or [IDLE] for row in plan], keep)
-        return scored
-
-    def _most_rows(self, episodes: list[Episode]) -> int:
-        """Forward passes of the replica with the most of them: every replica makes as many."""
-        lengths = [len(e.token_ids) for e in episodes]
-        count = self.grid.num_replicas
-        return max(len(plan_rows(lengths[r::count], 1, self.max_tokens)[0]) for r in range(count))
+        self.passes(self.rows(episodes), keep)
+        reshard(self.local)
+        return dict(sorted(scored.items()))
 
     def refresh(self, buckets: Iterator[Bucket], *, mix: float) -> None:
         """Move to the policy's weights: w <- (1 - mix) w + mix w_policy. Drains `buckets` on every rank.

@@ -22,7 +22,7 @@ from log import Log
 from losses.advantages import credit
 from metrics import Clock, MetricsConfig, group_metrics
 from model import Model, ModelSource
-from parallel.exchange import everyone
+from parallel.exchange import in_order
 from parallel.launch import launch
 from parallel.placement import ParallelismConfig, Placement, ServicesConfig
 from parallel.weights import stream_weights
@@ -113,10 +113,10 @@ def train(cfg: Config, place: Placement, output: Path, dataset: DatasetConfig, l
             # 2. Score: with the reference, with the policy where its own log-probs are the ratio's denominator, and by the rewards.
             if reference:
                 with clock.phase("logp_ref"):
-                    attach("ref_logprobs", episodes, everyone(reference.logprobs(episodes), reference.grid, place))
+                    attach("ref_logprobs", episodes, in_order(reference.logprobs(episodes), reference.grid, place))
             if grpo.rescores(training):
                 with clock.phase("logp_old"):
-                    attach("old_logprobs", episodes, everyone(policy.logprobs(episodes), policy.grid, place))
+                    attach("old_logprobs", episodes, in_order(policy.logprobs(episodes), policy.grid, place))
             advantages = credit(groups, episodes, advantage, kl_in_reward=grpo.kl_in_reward, weights=scorer.weights)
             numbers = group_metrics(groups, advantages, step) | {"policy_version": published}
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, PrepareModuleInput, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
@@ -123,6 +123,12 @@ def _no_plan(kind: str, degree: int, family: str) -> str:
         f"parallelism.{kind}_parallel_degree={degree}: model family {family!r} has no plan for it; set it to 1, or add the family to PLANS "
         f"in parallel/plans.py (known: {', '.join(PLANS)})"
     )
+
+
+def reshard(root: nn.Module) -> None:
+    """Free what a pass without gradients leaves gathered: the weights that are in no block, which would be taken for the shards."""
+    assert isinstance(root, FSDPModule)
+    root.reshard()
 
 
 def _check_cp(model: nn.Module, tp: int, cp: int) -> None:

@@ -28,7 +28,7 @@ TEMPERATURE, CHANGES, SEQ_LEN = 0.8, 4, 64
 def gaps(policy: Model, rounded: Model, generator: Generator, prompts: list[Prompt], sampling: Sampling) -> list[np.ndarray]:
     groups = generator.generate(prompts, 2, sampling)
     episodes = to_episodes(groups, mask_truncated=False, old_from_sampler=False)
-    exact, own = (np.concatenate(model.logprobs(episodes)) for model in (policy, rounded))
+    exact, own = (np.concatenate(list(model.logprobs(episodes).values())) for model in (policy, rounded))
     return [np.abs(np.concatenate([e.gen_logprobs for e in episodes]) - exact), np.abs(own - exact)]
 
 

@@ -25,7 +25,7 @@ from batch import Group, Prompt, to_episodes
 from losses import GRPOLoss
 from losses.advantages import credit
 from model import Model, ModelSource
-from parallel.exchange import everyone, from_each
+from parallel.exchange import everyone, from_each, in_order
 from parallel.launch import launch
 from parallel.memory import TrainingBytes, residency
 from parallel.placement import ParallelismConfig, Placement, Plan, ServiceConfig, ServicesConfig
@@ -86,7 +86,7 @@ class Job:
     def gap(self, groups: list[Group]) -> float:
         """Mean |engine's - policy's| log-prob of the sampled tokens."""
         episodes = to_episodes(groups, mask_truncated=False, old_from_sampler=False)
-        own = everyone(self.policy.logprobs(episodes), self.policy.grid, self.place)
+        own = in_order(self.policy.logprobs(episodes), self.policy.grid, self.place)
         return float(np.concatenate([np.abs(e.gen_logprobs - values) for e, values in zip(episodes, own, strict=True)]).mean())
 
 
