@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import attention
 from batch import IDLE, Batch, Episode, padded_length, plan_rows, to_batch
+from fingerprint import check_perplexity, check_weights
 from head import Share, VocabShard, logprobs_from_hidden, loss_from_hidden
 from parallel import pipeline
 from parallel.context import Context, from_all_ranks
-from parallel.memory import Remedy, explained
+from parallel.memory import Parked, Remedy, explained, live_bytes
 from parallel.placement import Grid, device_of, holds, share
 from parallel.plans import parallelize, reshard
 from parallel.weights import Bucket, blend
@@ -155,11 +157,12 @@ class Model:
         max_tokens: int,
         trainable: bool,
         recompute: bool = False,
+        parked: bool = False,
     ):
-        """Load the checkpoint and spread it. dtype: of the computation; a trainable model keeps its weights in fp32.
+        """Load the checkpoint, spread it and compare it with its files. dtype: of the computation; a trainable model keeps fp32 weights.
 
         max_tokens: in one forward pass of one replica. recompute: activations are not kept for the backward pass but computed again.
-        Collective over `grid`.
+        parked: the weights are in the host's memory while they are not used. Collective over `grid`.
         """
         self.grid, self.max_tokens, self.source = grid, max_tokens, source
         self.dtype: torch.dtype = getattr(torch, dtype)
@@ -167,6 +170,8 @@ class Model:
         self.refreshes = 0  # how often its weights were taken from the policy
         self.num_parameters = 0  # of the whole model, a tied head counted once; 0 outside the mesh
         self._module: ResponseLogprobs | None = None
+        self._parked: Parked | None = None
+        self._trainable = trainable
         if not holds(grid):
             return
         self.device = device_of(grid)
@@ -180,8 +185,12 @@ class Model:
         self.is_tied = lm.get_output_embeddings().weight is lm.get_input_embeddings().weight
         self._module = ResponseLogprobs(lm, temperature, grid)
         weights = torch.float32 if trainable else self.dtype
+        self._loaded = {name: p.dtype for name, p in lm.named_parameters()}
         with explained("loading the model", MORE_RANKS):
             self.tp_partial = parallelize(self._module, lm, grid, self.device, weights=weights, compute=self.dtype, recompute=recompute)
+        self.check_weights()
+        if parked:
+            self._parked = Parked(self.shards().values())
 
     @property
     def is_local(self) -> bool:
@@ -195,8 +204,8 @@ class Model:
 
     @property
     def local_bytes(self) -> int:
-        """Of this rank's shards; 0 outside the mesh."""
-        return sum((p.to_local() if isinstance(p, DTensor) else p).nbytes for p in self.shards().values())
+        """Of this rank's shards on its device; 0 outside the mesh, and while they are parked."""
+        return live_bytes(self.shards().values())
 
     def shards(self) -> dict[str, Tensor]:
         """This stage's parameters by the checkpoint's names, as this rank holds them; {} outside the mesh. A tied head is there once.
@@ -212,6 +221,23 @@ class Model:
         if not self.is_tied or self.grid.pp == 1 or not (self.local.is_first or self.local.is_last):
             return None
         return lm.get_input_embeddings().weight
+
+    def check_weights(self) -> None:
+        """RuntimeError, naming them, where this rank's shards are not what the checkpoint's files say. Before anything has moved them."""
+
+        def fresh() -> dict[str, Tensor]:
+            return self.source.read_whole(AutoModelForCausalLM, dtype="auto").state_dict()
+
+        if self.is_local:
+            check_weights(self.shards(), self._loaded, self.source.name, self.source.revision, fresh)
+
+    def resident(self) -> AbstractContextManager[None]:
+        """The weights are on the device for the duration, to be read, wherever they are otherwise."""
+        return nullcontext() if self._parked is None else self._parked.resident()
+
+    def changing(self) -> AbstractContextManager[None]:
+        """As `resident`, to be written."""
+        return nullcontext() if self._parked is None else self._parked.changing()
 
     def rows(self, episodes: list[Episode]) -> list[Row]:
         """The packed rows this rank's replica runs: as many on every replica, [] outside the mesh.
@@ -282,8 +308,11 @@ class Model:
             scored.update(zip(plan[row], np.split(outputs[0].cpu().numpy(), ends[:-1]), strict=False))
             return outputs[0].sum()
 
-        self.passes(self.rows(episodes), keep)
-        reshard(self.local)
+        with self.resident():
+            self.passes(self.rows(episodes), keep)
+            reshard(self.local)
+        if not self._trainable and not self.refreshes:
+            check_perplexity(scored, episodes, self.source.name)
         return dict(sorted(scored.items()))
 
     def refresh(self, buckets: Iterator[Bucket], *, mix: float) -> None:
@@ -292,9 +321,11 @@ class Model:
         Exponential averaging with a small mix needs more bits than bfloat16 has: give such a reference dtype float32.
         """
         shards = self.shards()
-        for bucket in buckets:
-            for name, tensor, _ in bucket:
-                if name in shards:
+        with self.changing():
+            for bucket in buckets:
+                for name, tensor, _ in bucket:
+                    if name in shards:
+                        blend(shards[name], tensor, mix)
                     blend(shards[name], tensor, mix)
         self.refreshes += 1
 

@@ -2,12 +2,14 @@
 
 import logging
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Literal, NamedTuple
 
 import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 log = logging.getLogger(__name__)
 
@@ -29,6 +31,71 @@ def allocated(device: torch.device) -> int:
 def capacity(device: torch.device) -> int:
     """Bytes of the GPU's memory, in use or not; 0 on a CPU."""
     return torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else 0
+
+
+class Parked:
+    """Tensors whose home is the host's memory: on their device only inside `resident()` or `changing()`, and no bytes there between.
+
+    Their storages stay the same objects and are emptied and filled again, so whoever holds a tensor or a view of one, as FSDP does, need
+    not know. Of a sharded tensor it is this rank's part; nothing is gathered.
+    """
+
+    PIECE = 2**26  # bytes of a host buffer: torch rounds each pinned one up to a power of two
+
+    def __init__(self, tensors: Iterable[Tensor]):
+        local = [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
+        found = {s.data_ptr(): s for t in local if (s := t.untyped_storage()).nbytes()}
+        self._storages = [(storage, storage.nbytes()) for storage in found.values()]
+        self._pieces: list[tuple[Tensor, torch.UntypedStorage, slice]] = []  # host bytes, and whose they are
+        left, room = sum(size for _, size in self._storages), torch.empty(0, dtype=torch.uint8)
+        for storage, size in self._storages:
+            start = 0
+            while start < size:
+                if not len(room):
+                    room = torch.empty(min(left, self.PIECE), dtype=torch.uint8, pin_memory=storage.device.type == "cuda")
+                here = slice(start, start + min(size - start, len(room)))
+                count = here.stop - start
+                self._pieces.append((room[:count], storage, here))
+                room, start, left = room[count:], here.stop, left - count
+        self._store()
+        self._free()
+
+    @contextmanager
+    def resident(self) -> Iterator[None]:
+        """On the device for the duration, to be read."""
+        for storage, size in self._storages:
+            storage.resize_(size)
+        for home, storage, here in self._pieces:
+            _bytes(storage)[here].copy_(home, non_blocking=True)
+        try:
+            yield
+        finally:
+            self._free()
+
+    @contextmanager
+    def changing(self) -> Iterator[None]:
+        """On the device for the duration, to be written: what is in the tensors then is theirs."""
+        with self.resident():
+            yield
+            self._store()
+
+    def _store(self) -> None:
+        for home, storage, here in self._pieces:
+            home.copy_(_bytes(storage)[here])
+
+    def _free(self) -> None:
+        for storage, _ in self._storages:
+            storage.resize_(0)
+
+
+def _bytes(storage: torch.UntypedStorage) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def live_bytes(tensors: Iterable[Tensor]) -> int:
+    """On their device, of the storages of this rank's parts, each counted once; 0 for those that are parked."""
+    local = (t.to_local() if isinstance(t, DTensor) else t for t in tensors)
+    return sum({s.data_ptr(): s.nbytes() for t in local if (s := t.untyped_storage()).nbytes()}.values())
 
 
 class TrainingBytes(NamedTuple):

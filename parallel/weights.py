@@ -1,7 +1,7 @@
 """Policy weights -> engine, in flat buckets, without leaving the process: cast, gathered from the shards, broadcast where needed."""
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -89,12 +89,17 @@ def _send(
 @torch.no_grad()
 def blend(shard: Tensor, whole: Tensor, mix: float) -> None:
     """shard <- (1 - mix) shard + mix whole, in place and in fp32, for this rank's part of the `whole` tensor."""
-    local, part = shard, whole
-    if isinstance(shard, DTensor):
-        sizes, offsets = compute_local_shape_and_global_offset(shard.shape, shard.device_mesh, shard.placements)
-        local, part = shard.to_local(), whole[tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))]
+    local, part = local_part(shard, whole)
     part = part.to(local.device)
     local.copy_(part if mix == 1 else local.float().lerp(part.float(), mix))
+
+
+def local_part(shard: Tensor, whole: Any) -> tuple[Tensor, Tensor]:
+    """This rank's part of a sharded tensor, and the same part of the `whole` one: a tensor, or what is sliced as one is."""
+    if not isinstance(shard, DTensor):
+        return shard, whole[:]
+    sizes, offsets = compute_local_shape_and_global_offset(shard.shape, shard.device_mesh, shard.placements)
+    return shard.to_local(), whole[tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))]
 
 
 def _full(tensor: Tensor) -> Tensor:
