@@ -205,7 +205,7 @@ class Model:
     @property
     def local_bytes(self) -> int:
         """Of this rank's shards on its device; 0 outside the mesh, and while they are parked."""
-        return live_bytes(self.shards().values())
+        return live_bytes(self.shards().values(), self.device) if self.is_local else 0
 
     def shards(self) -> dict[str, Tensor]:
         """This stage's parameters by the checkpoint's names, as this rank holds them; {} outside the mesh. A tied head is there once.

@@ -5,11 +5,13 @@ import logging
 import math
 import os
 import random
+import re
 import statistics
 import sys
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -30,6 +32,7 @@ from losses.card import Settings, card, lint
 from losses.contract import forward_arguments, requires_reference
 from losses.correction import Truncated
 from parallel.hardware import largest_memory
+from parallel.memory import CPU_SEQS, GIB, capacity, cpu_kv_cache
 from parallel.placement import ParallelismConfig, Placement, Plan, ServicesConfig
 from rollout.sampling import Sampling, sampling_seed
 from trainer import TrainingConfig
@@ -182,7 +185,7 @@ def required_dataset(dataset: DatasetConfig | None) -> DatasetConfig:
     return dataset
 
 
-PLAN = "--plan"  # or --plan=N: print who does what on N ranks (default: as many as the config needs), and end
+PLAN = "--plan"  # or --plan=N: print who does what on N ranks (default: as many as the config needs), and end; =NxG: on GPUs of G GiB
 
 
 def arguments() -> list[str]:
@@ -208,19 +211,46 @@ def plan_grpo(loss: Any, cfg: Any) -> Plan | None:
             f"training.ref_update_interval={training.ref_update_interval}, and there is no reference to move: set it to 0, or give the "
             f"run a reference (grpo.beta or grpo.kl_in_reward above 0, or services.ref_model)"
         )
-    return make_plan(services, cfg.parallelism, colocate=colocate, wants_reference=wants, more=lambda plan: plan_bytes(cfg, plan))
+    return make_plan(services, cfg.parallelism, colocate=colocate, wants_reference=wants, more=partial(plan_bytes, cfg))
 
 
-def plan_bytes(cfg: Any, plan: Plan) -> list[str]:
-    """What --plan says of memory, where the model's shape is at hand."""
+def estimate_of(cfg: Any, plan: Plan) -> Estimate | None:
+    """Bytes of the run's roles; None where the model's shape is not at hand."""
     shape = Shape.read(*config.model_source(cfg.model))
     if shape is None:
-        return []
+        return None
     training, engine = cfg.training, cfg.generator.dtype or cfg.training.dtype
     dtypes = (getattr(torch, training.dtype), getattr(torch, engine))
-    estimate = Estimate(shape, plan, *dtypes, training.row_tokens, training.recompute)
-    total = largest_memory(cfg.device)
-    return estimate.lines(training.seq_len) + (estimate.warnings(total, cfg.generator.gpu_memory_utilization) if total else [])
+    return Estimate(shape, plan, *dtypes, training.row_tokens, training.recompute)
+
+
+def parks_reference(cfg: Any, place: Placement) -> bool:
+    """Does the reference wait in host memory while it is idle? From the bytes that --plan prints; says so."""
+    estimate = estimate_of(cfg, place.plan)
+    return estimate is not None and estimate.parks_reference(capacity(place.device), cfg.generator.gpu_memory_utilization)
+
+
+def plan_bytes(cfg: Any, plan: Plan, asked: int) -> list[str]:
+    """What --plan says of memory, where the model's shape is at hand. asked: bytes of a GPU; 0: of this machine's, if the run uses it."""
+    if (estimate := estimate_of(cfg, plan)) is None:
+        return []
+    training, share = cfg.training, cfg.generator.gpu_memory_utilization
+    total, cache = asked or largest_memory(cfg.device), 0
+    if not total and cfg.device == "cpu":
+        cache = cpu_kv_cache(training.seq_len, estimate.kv_per_token, cfg.generator.max_num_seqs or CPU_SEQS)
+        cache = cfg.generator.engine.get("kv_cache_memory_bytes", cache)
+    return estimate.lines(training.seq_len, total, share, cache) + (estimate.warnings(total, share) if total else [])
+
+
+def asked_plan() -> tuple[int | None, int] | None:
+    """--plan[=RANKS[xGIB]]: the number of ranks, None for as many as the config needs, and the bytes of a GPU, 0 for this machine's."""
+    asked = next((a.partition("=")[2] for a in sys.argv[1:] if a.partition("=")[0] == PLAN), None)
+    if asked is None:
+        return None
+    found = re.fullmatch(r"(\d*)(?:x(\d+(?:\.\d+)?)(?:GiB)?)?", asked)
+    if not found or (found[1] and not int(found[1])) or (found[2] and not float(found[2])):
+        raise ValueError(f"{PLAN}={asked}: must be a number of ranks, at least 1, and may go on with a GPU's GiB, as in {PLAN}=8x80")
+    return int(found[1]) if found[1] else None, int(float(found[2] or 0) * GIB)
 
 
 def make_plan(
@@ -229,18 +259,15 @@ def make_plan(
     *,
     colocate: bool,
     wants_reference: bool,
-    more: Callable[[Plan], list[str]] = lambda _plan: [],
+    more: Callable[[Plan, int], list[str]] = lambda _plan, _gpu: [],
 ) -> Plan | None:
-    """`Plan.make` for the ranks that torchrun started, or for --plan's, which also prints what `more` says of the plan."""
-    asked = next((a.partition("=")[2] for a in sys.argv[1:] if a.partition("=")[0] == PLAN), None)
-    if asked is not None and asked != "" and not (asked.isdigit() and int(asked)):
-        raise ValueError(f"{PLAN}={asked}: must be a number of ranks, at least 1")
-    started = int(os.environ.get("WORLD_SIZE", 1))
-    size = started if asked is None else int(asked) if asked else None
+    """`Plan.make` for the ranks that torchrun started, or for --plan's, which also prints what `more` says of the plan and its GPU."""
+    asked = asked_plan()
+    size = int(os.environ.get("WORLD_SIZE", 1)) if asked is None else asked[0]
     plan = Plan.make(services, parallelism, colocate=colocate, wants_reference=wants_reference, world_size=size)
     if asked is None:
         return plan
-    print("\n".join([plan.table(), *more(plan)]), flush=True)
+    print("\n".join([plan.table(), *more(plan, asked[1])]), flush=True)
     return None
 
 

@@ -73,7 +73,7 @@ def handles(cfg: Config, place: Placement, source: ModelSource, loss: Any) -> tu
     training, grpo = cfg.training, cfg.grpo
     spread = partial(Model, source, dtype=training.dtype, temperature=grpo.temperature, max_tokens=training.row_tokens)
     policy = spread(place.trainer, trainable=True, recompute=training.recompute)
-    reference = spread(place.reference, trainable=False) if place.reference else None
+    reference = spread(place.reference, trainable=False, parked=startup.parks_reference(cfg, place)) if place.reference else None
     trainer = Trainer(policy, training, loss, correction=grpo.corrected(training), top_entropy=grpo.top_entropy)
     limits = (training.dtype, training.seq_len, training.row_tokens, training.recompute)
     return policy, reference, trainer, Generator(source, cfg.generator, place, *limits, seed=cfg.seed, policy_bytes=policy.local_bytes)

@@ -171,7 +171,7 @@ class Plan:
         if world_size is not None and world_size > first:
             problems.append(f"{world_size - first} of {world_size} ranks would be idle; start {first}, or raise services.*.procs")
         if problems:
-            rows = "\n".join(f"  {name:<10} {_span(bounds[name]):<14} {len(bounds[name])} ranks" for name, _, _ in asked)
+            rows = "\n".join(f"  {name:<10} {span(bounds[name]):<14} {len(bounds[name])} ranks" for name, _, _ in asked)
             raise ValueError("the services do not fit:\n" + rows + "".join(f"\n  - {p}" for p in problems))
         ref = None
         if services.ref_model:
@@ -190,11 +190,11 @@ class Plan:
             copies = f"{role.replicate} x " if role.replicate > 1 else ""
             more = (f" x PP {role.pp}" if role.pp > 1 else "") + (f" x CP {role.cp}" if role.cp > 1 else "")
             count = f"{copies}{role.num_replicas // role.replicate} {kind}{more} x TP {role.tp}"
-            lines.append(f"  {name:<11} {_span(role.ranks):<14} {count}{note}")
+            lines.append(f"  {name:<11} {span(role.ranks):<14} {count}{note}")
         return "\n".join(lines)
 
 
-def _span(ranks: list[int]) -> str:
+def span(ranks: list[int]) -> str:
     return f"{ranks[0]}" if len(ranks) == 1 else f"{ranks[0]}-{ranks[-1]}"
 
 

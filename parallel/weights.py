@@ -20,6 +20,7 @@ class NamedTensor(NamedTuple):
 
 
 Bucket = list[NamedTensor]
+BUCKET_BYTES = 256 * 2**20
 
 
 @torch.no_grad()
@@ -36,7 +37,7 @@ def stream_weights(
     dtype: torch.dtype,
     *,
     to_reference: bool = False,
-    bucket_bytes: int = 256 * 2**20,
+    bucket_bytes: int = BUCKET_BYTES,
 ) -> Iterator[Bucket]:
     """Yield every weight of the policy, in buckets, on the ranks that train or generate; `shards` is {} where nothing is trained.
 

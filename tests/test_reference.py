@@ -108,3 +108,72 @@ def test_a_resumed_run_has_the_reference_where_it_had_moved_to(run, moved, tmp_p
 def test_a_reference_that_should_move_must_exist(run):
     with pytest.raises(AssertionError, match="training.ref_update_interval=2, and there is no reference to move"):
         run(1, grpo={"n_samples": 4, "max_new_tokens": 8})
+
+
+@pytest.fixture
+def driver(checkpoint_of, tmp_path):
+    """`driver("first_step", ranks, "float32", <degrees>, services=None)`: what that run of tests/reference_driver.py reported."""
+
+    def start(run: str, ranks: int, dtype: str, services: Any = None, **degrees: int) -> Any:
+        spec = {"run": run, "model": str(checkpoint_of("qwen3")), "dtype": dtype, "services": services}
+        spec["parallelism"] = {f"{name}_degree": degree for name, degree in degrees.items()}
+        (tmp_path / "spec.json").write_text(json.dumps(spec))
+        run_script(ranks, "tests/reference_driver.py", tmp_path / "spec.json", tmp_path / "report.json")
+        return json.loads((tmp_path / "report.json").read_text())
+
+    return start
+
+
+TP2, FSDP2, HSDP = {"tensor_parallel": 2}, {"data_parallel_shard": 2}, {"data_parallel_shard": 2, "data_parallel_replicate": 2}
+BOTH = {"tensor_parallel": 2, "data_parallel_shard": 2}
+CP2 = {"context_parallel": 2}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("ranks", "degrees"), [
+    (1, {}),
+    pytest.param(2, FSDP2, marks=pytest.mark.slow),
+    pytest.param(2, TP2, marks=pytest.mark.slow),
+    pytest.param(4, BOTH, marks=pytest.mark.slow),
+    pytest.param(4, HSDP, marks=pytest.mark.slow),
+    pytest.param(2, CP2, marks=pytest.mark.slow),
+], ids=["1", "FSDP 2", "TP 2", "FSDP 2 x TP 2", "HSDP 2 x 2", "CP 2"])  # fmt: skip
+def test_kl_at_step_0_is_exactly_0_with_the_policys_own_layout_and_dtype(ranks, degrees, dtype, driver):
+    assert driver("first_step", ranks, dtype, **degrees) == {"kl": 0.0, "apart": 0.0, "sharded": True}
+
+
+ON_ITS_OWN = {"trainer": {"procs": 2}, "ref_model": {"procs": 1}}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "services", "degrees"), [
+    (4, {"trainer": {"procs": 2}, "ref_model": {"procs": 1}}, {}),
+    (5, {"trainer": {"procs": 2}, "ref_model": {"procs": 2}}, TP2),
+    (3, {"trainer": {"procs": 2}, "ref_model": {"with_gpus": False}}, {}),
+], ids=["ranks of its own", "ranks of its own, TP 2", "on the CPU"])  # fmt: skip
+def test_kl_at_step_0_is_below_1e5_in_float32_wherever_the_reference_lives(ranks, services, degrees, driver):
+    report = driver("first_step", ranks, "float32", services, **degrees)
+    assert 0 <= report["kl"] < 1e-5 and report["apart"] < 1e-5 and report["sharded"]
+
+
+@pytest.mark.parametrize(("ranks", "dtype", "degrees"), [
+    (1, "bfloat16", {}),
+    pytest.param(2, "float32", FSDP2, marks=pytest.mark.slow),
+    pytest.param(4, "bfloat16", BOTH, marks=pytest.mark.slow),
+], ids=["1", "FSDP 2", "FSDP 2 x TP 2"])  # fmt: skip
+def test_a_parked_reference_scores_and_moves_as_one_that_stays_and_has_no_bytes_while_idle(ranks, dtype, degrees, driver):
+    report = driver("parked", ranks, dtype, **degrees)
+    assert all(stays == idle for stays, idle in report["scores"])
+    assert report["scores"][0] != report["scores"][1] != report["scores"][2]  # it did move
+    assert set(report["bytes"]) == {0} and report["live"] == 0
+    assert report["resident_bytes"] == report["staying_bytes"] > 0 and report["same_weights"]
+
+
+@pytest.mark.parametrize(("ranks", "dtype", "degrees"), [
+    (1, "bfloat16", {}),
+    pytest.param(2, "float32", FSDP2, marks=pytest.mark.slow),
+    pytest.param(4, "bfloat16", BOTH, marks=pytest.mark.slow),
+], ids=["1", "FSDP 2", "FSDP 2 x TP 2"])  # fmt: skip
+def test_a_weight_that_is_not_the_checkpoints_is_named_on_every_rank_that_has_a_part_of_it(ranks, dtype, degrees, driver):
+    report = driver("damaged", ranks, dtype, **degrees)
+    assert report["seen"] == [True] * ranks and report["weights"] > 20
