@@ -326,7 +326,6 @@ class Model:
                 for name, tensor, _ in bucket:
                     if name in shards:
                         blend(shards[name], tensor, mix)
-                    blend(shards[name], tensor, mix)
         self.refreshes += 1
 
     @torch.no_grad()

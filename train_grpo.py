@@ -2,8 +2,7 @@
 
     torchrun --nproc-per-node=8 train_grpo.py configs/qwen.yaml [key=value ...]      (--help lists the keys, --plan the ranks)
 
-Every rank runs this file from top to bottom. Policy, reference and engine live on sub-meshes of the world. Outside its mesh a handle
-does nothing and its share of any work is [], so the loop has no roles in it (docs/architecture.md).
+Every rank runs all of it. Policy, reference and engine live on sub-meshes; outside its mesh a handle does nothing (docs/architecture.md).
 """
 
 from collections.abc import Callable
@@ -30,7 +29,7 @@ from rollout.ahead import Rollouts
 from rollout.evaluate import EvalConfig, HeldOut
 from rollout.generator import Generator, GeneratorConfig
 from rollout.rewards import Scorer
-from speed import speed
+from speed import BORDERS, residents, speed
 from trainer import Trainer, TrainingConfig
 
 
@@ -88,6 +87,7 @@ def train(cfg: Config, place: Placement, output: Path, dataset: DatasetConfig, l
     held_out = HeldOut(cfg.eval, read, sampling, place, clock)
     policy, reference, trainer, generator = handles(cfg, place, source, loss)
     checkpoint.restore(saved, trainer, place, reference)
+    clock.watch(partial(residents, policy, reference, trainer, generator), BORDERS)
     rollouts = Rollouts(prompts, training.prompts_per_rollout, grpo.n_samples, generator, scorer, sampling, place, clock, saved)
     total = training.steps if training.steps is not None else prompts.steps_in_all(training.prompts_per_rollout)  # None: a stream
     log = Log(cfg.metrics, output, place.is_root, total, clock, resumed_after=saved.step)
