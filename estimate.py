@@ -1,5 +1,6 @@
 """Bytes per rank of a plan, from the shape of the model alone: what `--plan` prints besides the ranks."""
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,6 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from model import head_width
 from parallel.memory import GIB, Residency, TrainingBytes, choose, parks, training_bytes
+from parallel.pipeline import bounds
 from parallel.placement import Plan, RolePlan, span
 from parallel.plans import PLANS
 from parallel.weights import BUCKET_BYTES
@@ -24,6 +26,9 @@ class Shape:
     intermediate: int
     heads: int  # width of q, k and v together
     kv: int  # width of k and v together
+    first: int = 0  # of `whole`, those of the embedding, which a first stage of several has
+    last: int = 0  # those of the head, which a last one has; a tied one has the embedding too
+    is_tied: bool = True
 
     @classmethod
     def read(cls, name: str, revision: str | None) -> "Shape | None":
@@ -41,12 +46,21 @@ class Shape:
         head = head_width(shape)
         kv = 2 * shape.num_key_value_heads * head
         widths = (shape.num_hidden_layers, shape.hidden_size, shape.intermediate_size, shape.num_attention_heads * head + kv, kv)
-        return cls(cut, sum(sizes.values()) - cut, *widths)
+        first, last = (sum(p.numel() for p in end.parameters()) for end in (model.get_input_embeddings(), model.get_output_embeddings()))
+        tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
+        return cls(cut, sum(sizes.values()) - cut, *widths, first=first, last=last, is_tied=tied)
 
     def parameters(self, role: RolePlan) -> int:
-        """On one rank of the role, sharded as FSDP does it; the last rank may have a little less."""
-        shards = len(role.ranks) // (role.tp * role.replicate)
-        return -(-self.cut // (role.tp * shards)) - (-self.whole // shards)
+        """On one rank of the role's largest stage, sharded as FSDP does it; the last rank may have a little less."""
+        shards = len(role.ranks) // (role.tp * role.replicate * role.pp)
+        ends = (self.first, self.last) if role.pp > 1 else (0, 0)
+        inside = self.whole - (0 if role.pp == 1 else self.first + (0 if self.is_tied else self.last))
+        sizes = []
+        for stage, (start, stop) in enumerate(bounds(self.layers, role.pp)):
+            part = (stop - start) / self.layers
+            whole = math.ceil(inside * part) + ends[0] * (stage == 0) + ends[1] * (stage == role.pp - 1)
+            sizes.append(math.ceil(self.cut * part / (role.tp * shards)) + math.ceil(whole / shards))
+        return max(sizes)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,6 @@ import numpy as np
 import torch
 from huggingface_hub import save_torch_state_dict
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import attention

@@ -8,13 +8,12 @@ from parallel.placement import Placement
 from rollout.generator import Generator
 from trainer import Trainer
 
-
 # Borders at which is written down who is resident, by the phase that begins there (metrics.Clock.watch).
 BORDERS = {"generate": "generate", "logp_ref": "score", "logp_old": "score", "train": "train", "sync": "sync"}
 
 
 def residents(policy: Model, reference: Model | None, trainer: Trainer, generator: Generator) -> dict[str, float]:
-    """GiB of live tensors on this rank's device, by whose they are; a model's while it is parked, and an engine's while it sleeps, are 0."""
+    """GiB of live tensors on this rank's device, by whose they are: 0 for a model that is parked and for what has gone to sleep."""
     found = trainer.residents() | {f"engine_{name}": count for name, count in generator.residents().items()}
     if policy.is_local:
         found |= {"policy": policy.local_bytes}
