@@ -2,12 +2,13 @@
 
     torchrun --nproc-per-node=2 tests/reference_driver.py spec.json report.json
 
-The spec: {"run": the name of one of RUNS, "model": a folder, "dtype": of both, "parallelism": degrees, "services": roles or null}. The
-report is what the run returned on the first rank.
+The spec: {"run": the name of one of RUNS, "model": a folder, "dtype": of both, "parallelism": degrees, "services": roles or null,
+"own": what is different in the reference's plan}. The report is what the run returned on the first rank.
 """
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -117,7 +118,8 @@ def main() -> None:
     roles = {name: ServiceConfig(**role) for name, role in (spec["services"] or {}).items()}
     services = ServicesConfig(**roles) if roles else None
     plan = Plan.make(services, ParallelismConfig(**spec["parallelism"]), colocate=False, wants_reference=True, world_size=None)
-    place = Placement.build(plan, "cpu")
+    assert plan.reference is not None
+    place = Placement.build(replace(plan, reference=replace(plan.reference, **spec["own"])), "cpu")
 
     def spread(grid: Any, **options: Any) -> Model:
         return Model(ModelSource(spec["model"]), grid, dtype=spec["dtype"], temperature=0.8, max_tokens=64, **options)
