@@ -247,3 +247,21 @@ def test_weights_that_the_files_call_otherwise_are_compared_with_another_load(ch
     check_weights(whole, loaded, folder, None, lambda: {name: t.clone() for name, t in whole.items()})
     with pytest.raises(RuntimeError, match="weights are not those of"):
         check_weights(whole, loaded, folder, None, lambda: {name: t + 1 for name, t in whole.items()})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_run_with_a_parked_reference_is_the_run_without_resumed_or_not(ranks, run, moved, tmp_path):
+    script = Path(__file__).parent / "data" / "parked_reference.py"
+    whole = run(ranks, script=script)
+    output = tmp_path / "run"
+    shutil.copytree(whole / "checkpoints/step_2", output / "checkpoints/step_2")
+    shutil.copy(whole / "config.yaml", output)
+    resumed = run(ranks, output, script=script)
+    for before, here in ((0, whole), (2, resumed)):
+        for step, other in zip(steps(here), steps(moved)[before:], strict=True):
+            assert step["kl/ref_k3"] == pytest.approx(other["kl/ref_k3"], rel=1e-3, abs=1e-8)
+            assert {step[f"mem/{border}/reference_gib"] for border in ("generate", "score", "train", "sync")} == {0}
+            assert step["mem/train/policy_gib"] > 0
+    reference = tensors(whole / "checkpoints/step_2/reference")
+    assert all(torch.equal(reference[n], t) for n, t in policy(whole / "checkpoints/step_2").items())
