@@ -31,7 +31,7 @@ from losses.advantages import credit
 from losses.card import Settings, card, lint
 from losses.contract import forward_arguments, requires_reference
 from losses.correction import Truncated
-from parallel.hardware import largest_memory
+from parallel.hardware import is_kept_on_cpu, largest_memory
 from parallel.memory import CPU_SEQS, GIB, capacity, cpu_kv_cache
 from parallel.placement import ParallelismConfig, Placement, Plan, ServicesConfig
 from rollout.sampling import Sampling, sampling_seed
@@ -236,7 +236,7 @@ def plan_bytes(cfg: Any, plan: Plan, asked: int) -> list[str]:
         return []
     training, share = cfg.training, cfg.generator.gpu_memory_utilization
     total, cache = asked or largest_memory(cfg.device), 0
-    if not total and cfg.device == "cpu":
+    if not total and is_kept_on_cpu(cfg.device):
         cache = cpu_kv_cache(training.seq_len, estimate.kv_per_token, cfg.generator.max_num_seqs or CPU_SEQS)
         cache = cfg.generator.engine.get("kv_cache_memory_bytes", cache)
     return estimate.lines(training.seq_len, total, share, cache) + (estimate.warnings(total, share) if total else [])
