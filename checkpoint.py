@@ -101,7 +101,8 @@ def _save(
     if trainer.model.is_local:
         dcp.save(trainer.state(), checkpoint_id=folder, process_group=place.trainer_group)
     if reference is not None and saved.refreshes and reference.is_local:
-        dcp.save(dict(reference.shards()), checkpoint_id=folder / REFERENCE, process_group=place.reference_group)
+        with reference.resident():
+            dcp.save(dict(reference.shards()), checkpoint_id=folder / REFERENCE, process_group=place.reference_group)
     random, engines = zip(*from_each((random_state(), engine), place), strict=True)
     if place.is_root:
         (folder / "run.pkl").write_bytes(pickle.dumps(replace(saved, random=list(random), engine_random=list(engines))))
@@ -171,7 +172,8 @@ def restore(saved: Saved, trainer: Trainer, place: Placement, reference: Model |
     trainer.resume_at(saved.updates)
     if reference is not None and saved.refreshes:
         if reference.is_local:
-            dcp.load(dict(reference.shards()), checkpoint_id=saved.folder / REFERENCE, process_group=place.reference_group)
+            with reference.changing():
+                dcp.load(dict(reference.shards()), checkpoint_id=saved.folder / REFERENCE, process_group=place.reference_group)
         reference.refreshes = saved.refreshes
     if len(saved.random) == dist.get_world_size():
         set_random_state(saved.random[dist.get_rank()])

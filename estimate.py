@@ -1,5 +1,6 @@
 """Bytes per rank of a plan, from the shape of the model alone: what `--plan` prints besides the ranks."""
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -7,9 +8,11 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from model import head_width
-from parallel.memory import GIB, TrainingBytes, training_bytes
+from parallel.memory import GIB, Residency, TrainingBytes, choose, parks, training_bytes
+from parallel.pipeline import bounds
 from parallel.plans import PLANS
-from parallel.roles import Plan, RolePlan
+from parallel.roles import Plan, RolePlan, span
+from parallel.weights import MOST_BYTES, ON_THE_WAY
 
 
 @dataclass(frozen=True)
@@ -23,6 +26,9 @@ class Shape:
     intermediate: int
     heads: int  # width of q, k and v together
     kv: int  # width of k and v together
+    first: int = 0  # of `whole`, those of the embedding, which a first stage of several has
+    last: int = 0  # those of the head, which a last one has; a tied one has the embedding too
+    is_tied: bool = True
 
     @classmethod
     def read(cls, name: str, revision: str | None) -> "Shape | None":
@@ -40,12 +46,21 @@ class Shape:
         head = head_width(shape)
         kv = 2 * shape.num_key_value_heads * head
         widths = (shape.num_hidden_layers, shape.hidden_size, shape.intermediate_size, shape.num_attention_heads * head + kv, kv)
-        return cls(cut, sum(sizes.values()) - cut, *widths)
+        first, last = (sum(p.numel() for p in end.parameters()) for end in (model.get_input_embeddings(), model.get_output_embeddings()))
+        tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
+        return cls(cut, sum(sizes.values()) - cut, *widths, first=first, last=last, is_tied=tied)
 
     def parameters(self, role: RolePlan) -> int:
-        """On one rank of the role, sharded as FSDP does it; the last rank may have a little less."""
-        shards = len(role.ranks) // (role.tp * role.replicate)
-        return -(-self.cut // (role.tp * shards)) - (-self.whole // shards)
+        """On one rank of the role's largest stage, sharded as FSDP does it; the last rank may have a little less."""
+        shards = len(role.ranks) // (role.tp * role.replicate * role.pp)
+        ends = (self.first, self.last) if role.pp > 1 else (0, 0)
+        inside = self.whole - (0 if role.pp == 1 else self.first + (0 if self.is_tied else self.last))
+        sizes = []
+        for stage, (start, stop) in enumerate(bounds(self.layers, role.pp)):
+            part = (stop - start) / self.layers
+            whole = math.ceil(inside * part) + ends[0] * (stage == 0) + ends[1] * (stage == role.pp - 1)
+            sizes.append(math.ceil(self.cut * part / (role.tp * shards)) + math.ceil(whole / shards))
+        return max(sizes)
 
 
 @dataclass(frozen=True)
@@ -79,17 +94,97 @@ class Estimate:
     def kv_per_token(self) -> int:
         return self.engine_dtype.itemsize * self.shape.layers * -(-self.shape.kv // self.plan.generator.tp)
 
-    def lines(self, seq_len: int) -> list[str]:
+    @property
+    def gradients(self) -> int:
+        """From a step's first backward pass to its end; freed with it."""
+        return self.weights
+
+    @property
+    def reference(self) -> int:
+        """Weights on one of the reference's ranks; 0 where there is none."""
+        return 0 if self.plan.reference is None else self.dtype.itemsize * self.shape.parameters(self.plan.reference)
+
+    @property
+    def scoring(self) -> int:
+        """What the reference's forward pass takes beside its weights: one layer's activations, and the head's chunks."""
+        if (role := self.plan.reference) is None:
+            return 0
+        s, tokens = self.shape, -(-self.row_tokens // role.cp)
+        widths: dict[str, Any] = {"hidden": s.hidden, "intermediate": s.intermediate // role.tp, "heads": s.heads // role.tp}
+        return training_bytes(0, layers=1, tokens=tokens, itemsize=self.dtype.itemsize, **widths).peak
+
+    @property
+    def syncing(self) -> int:
+        """Buckets of weights on their way to the engine, at most the weights themselves."""
+        return min(ON_THE_WAY * MOST_BYTES, self.engine_dtype.itemsize * (self.shape.cut + self.shape.whole))
+
+    def on_one_gpu(self, *names: str) -> bool:
+        """Do these roles share ranks, and are all of them on the run's device?"""
+        roles = {"trainer": self.plan.trainer, "ref_model": self.plan.reference, "generator": self.plan.generator}
+        found = [roles[name] for name in names]
+        return bool(set.intersection(*(set() if r is None or r.on_cpu else set(r.ranks) for r in found)))
+
+    def parks_reference(self, total: int, share: float) -> bool:
+        """Does a reference on the trainer's GPUs of `total` bytes wait in host memory, where an engine on them takes `share`?"""
+        if not self.on_one_gpu("trainer", "ref_model"):
+            return False
+        engine, weights = (int(total * share), self.engine_weights) if self.on_one_gpu("trainer", "generator") else (0, 0)
+        others: dict[str, int] = {"policy": self.weights, "engine": engine, "engine_weights": weights}
+        return parks(total, needed=self.training, reference=self.reference, **others)
+
+    def phases(self, total: int, share: float, kv_cache: int) -> dict[tuple[int, ...], dict[str, int]]:
+        """Bytes in use in each phase on the ranks that hold the same roles, at most; kv_cache: of an engine's rank, 0 where not known.
+
+        total: of a GPU, 0 where not known, which leaves everything where it is.
+        """
+        idle = 0 if self.parks_reference(total, share) else self.reference
+        alike: dict[tuple[bool, bool, bool], list[int]] = {}
+        roles = (self.plan.trainer, self.plan.reference, self.plan.generator)
+        for rank in range(self.plan.world_size):
+            held = [role is not None and rank in role.ranks for role in roles]
+            alike.setdefault((held[0], held[1] and not (self.plan.reference and self.plan.reference.on_cpu), held[2]), []).append(rank)
+        table = {}
+        for (trains, refers, samples), ranks in alike.items():
+            kept = trains * (self.weights + self.training.kept) + refers * idle
+            engine = samples * (self.engine_weights + kv_cache)
+            choice: Residency = "stays"
+            if trains and samples and total:
+                choice = choose(total - engine - trains * self.weights - refers * idle, self.training.peak, kv_cache)
+            asleep = {"stays": engine, "drops its KV cache": samples * self.engine_weights, "sleeps": 0}[choice]
+            table[tuple(ranks)] = {
+                "generate": kept + engine,
+                "score": kept + engine + refers * (self.reference - idle + self.scoring),
+                "train": kept + asleep + trains * (self.training.peak - self.training.kept),
+                "sync": kept + max(asleep, samples * self.engine_weights) + (trains or samples) * self.syncing,
+            }
+        return table
+
+    def lines(self, seq_len: int, total: int = 0, share: float = 0.5, kv_cache: int = 0) -> list[str]:
+        """total: bytes of a GPU, 0 where not known; share: an engine's of it; kv_cache: of an engine's rank that is not on a GPU."""
         training, sequence = self.training, seq_len * self.kv_per_token
         lines = [
             f"bytes per rank, {(self.shape.cut + self.shape.whole) / 1e9:.2f} billion parameters",
             f"  trainer     weights {_gib(self.weights)}, moments {_gib(training.kept)}, and at most {_gib(training.peak - training.kept)} "
-            f"more in a pass of {self.row_tokens} tokens",
+            f"more in a pass of {self.row_tokens} tokens, {_gib(self.gradients)} of it gradients",
+            f"  a pass      {self.row_tokens} tokens, {max(self.row_tokens // seq_len, 1)} sequences of {seq_len}, on each of "
+            f"{self.plan.trainer.num_replicas} replicas",
         ]
-        if (reference := self.plan.reference) is not None:
-            lines.append(f"  ref_model   weights {_gib(self.dtype.itemsize * self.shape.parameters(reference))}")
+        if self.plan.reference is not None:
+            where = ", in host memory while idle" if self.parks_reference(total, share) else ""
+            where = " on the CPU" if self.plan.reference.on_cpu else where
+            lines.append(f"  ref_model   weights {_gib(self.reference)}{where}")
         cache = f"KV cache {self.kv_per_token / 2**10:.1f} KiB a token: {_gib(sequence)} for a sequence of {seq_len}"
-        return [*lines, f"  generator   weights {_gib(self.engine_weights)}, {cache}"]
+        lines.append(f"  generator   weights {_gib(self.engine_weights)}, {cache}")
+        if kv_cache := max(int(total * share) - self.engine_weights, 0) if total else kv_cache:
+            tokens = kv_cache // self.kv_per_token
+            held = f"{tokens} tokens or {tokens // seq_len} sequences of {seq_len}"
+            lines.append(f"  KV cache    at most {_gib(kv_cache)}, {held} in each engine")
+        told = f"GPUs of {_gib(total)}" if total else "" if kv_cache else "without the KV cache; --plan=RANKSxGIB counts it"
+        lines.append("in use by phase, at most" + (f" ({told})" if told else ""))
+        for ranks, phases in self.phases(total, share, kv_cache).items():
+            numbers = ", ".join(f"{phase} {_gib(count)}" for phase, count in phases.items())
+            lines.append(f"  {span(list(ranks)):<11} {numbers}")
+        return lines
 
     def warnings(self, total: int, share: float) -> list[str]:
         """What will not fit a GPU of `total` bytes of which the engine takes `share`, where trainer and engine share it."""
@@ -105,6 +200,19 @@ class Estimate:
                 f"warning: training takes up to {_gib(self.weights + self.training.peak)} of the GPU's {_gib(total)}: lower "
                 f"training.max_tokens_per_batch, set training.activation_checkpointing: full, or raise the trainer's ranks"
             )
+        awake = self.on_one_gpu("trainer", "generator") * engine
+        if self.on_one_gpu("trainer", "ref_model") and (needed := kept + self.reference + self.scoring + awake) > total:
+            found.append(
+                f"warning: scoring with the reference takes up to {_gib(needed)} of the GPU's {_gib(total)}, with the policy's weights and "
+                f"moments and an awake engine: give ref_model ranks of its own (services.ref_model.procs) or the CPU "
+                f"(services.ref_model.with_gpus: false), or lower generator.gpu_memory_utilization or training.max_tokens_per_batch"
+            )
+        if self.plan.reference and not self.on_one_gpu("trainer", "ref_model") and not self.plan.reference.on_cpu:
+            if (needed := self.reference + self.scoring) > total:
+                found.append(
+                    f"warning: scoring takes up to {_gib(needed)} of the GPU's {_gib(total)} on the reference's ranks: raise "
+                    f"services.ref_model.procs or lower training.max_tokens_per_batch"
+                )
         if self.engine_weights > engine:
             found.append(
                 f"warning: the engine's weights of {_gib(self.engine_weights)} exceed its share of {_gib(engine)}: raise "

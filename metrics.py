@@ -8,7 +8,7 @@ need not agree on them at run time; a value that does not exist (no reference, n
 import math
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -190,6 +190,13 @@ class Clock:
         self.seconds = dict.fromkeys((*phases, "other"), 0.0)
         self._current = "other"
         self._since = time.perf_counter()
+        self._borders: dict[str, str] = {}  # phase -> what `watch` calls its border
+        self._look: Callable[[], dict[str, float]] = dict
+        self._seen: dict[str, float] = {}
+
+    def watch(self, look: Callable[[], dict[str, float]], borders: dict[str, str]) -> None:
+        """Ask for `look`'s numbers whenever one of the phases `borders` begins; `reduce` adds the last ones as mem/<border>/<name>."""
+        self._look, self._borders = look, borders
 
     def _switch(self, phase: str) -> None:
         now = time.perf_counter()
@@ -202,6 +209,8 @@ class Clock:
         outer = self._current
         self._switch(name)
         enter(name)
+        if (border := self._borders.get(name)) is not None:
+            self._seen |= {f"mem/{border}/{what}": number for what, number in self._look().items()}
         try:
             yield
         finally:
@@ -212,7 +221,7 @@ class Clock:
         """time/<phase>, time/other, time/step since the previous reduce: the longest of all ranks; `_mean`: their mean.
 
         Collective over `group` (the world's, on the CPU), outside all phases; None: this rank alone. The wait for the
-        slowest rank in here counts as "wait" of the step that follows.
+        slowest rank in here counts as "wait" of the step that follows. What was watched is this rank's own.
         """
         assert self._current == "other", f"Clock.reduce inside the phase {self._current}"
         self._switch("wait")
@@ -225,4 +234,5 @@ class Clock:
         self._switch("other")
         names, table = (*self.seconds, "step"), torch.stack(ranks)  # [ranks, names]
         result = dict(zip((f"time/{n}" for n in names), table.amax(0).tolist(), strict=True))
-        return result | dict(zip((f"time/{n}_mean" for n in names), table.mean(0).tolist(), strict=True))
+        seen, self._seen = self._seen, {}
+        return result | dict(zip((f"time/{n}_mean" for n in names), table.mean(0).tolist(), strict=True)) | seen

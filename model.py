@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,19 +11,19 @@ import numpy as np
 import torch
 from huggingface_hub import save_torch_state_dict
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import attention
 from batch import IDLE, Batch, Episode, padded_length, plan_rows, to_batch
+from fingerprint import check_perplexity, check_weights
 from head import Share, VocabShard, logprobs_from_hidden, loss_from_hidden
 from parallel import pipeline
 from parallel.context import Context, from_all_ranks
 from parallel.experts import NAME as EXPERTS
-from parallel.memory import Remedy, explained
+from parallel.memory import Parked, Remedy, explained, live_bytes
 from parallel.names import to_checkpoint
 from parallel.placement import Grid, device_of, holds, share
-from parallel.plans import parallelize
+from parallel.plans import parallelize, reshard
 from parallel.weights import Bucket, blend
 
 Row = list[Episode]
@@ -157,11 +158,12 @@ class Model:
         max_tokens: int,
         trainable: bool,
         recompute: bool = False,
+        parked: bool = False,
     ):
-        """Load the checkpoint and spread it. dtype: of the computation; a trainable model keeps its weights in fp32.
+        """Load the checkpoint, spread it and compare it with its files. dtype: of the computation; a trainable model keeps fp32 weights.
 
         max_tokens: in one forward pass of one replica. recompute: activations are not kept for the backward pass but computed again.
-        Collective over `grid`.
+        parked: the weights are in the host's memory while they are not used. Collective over `grid`.
         """
         self.grid, self.max_tokens, self.source = grid, max_tokens, source
         self.dtype: torch.dtype = getattr(torch, dtype)
@@ -169,6 +171,8 @@ class Model:
         self.refreshes = 0  # how often its weights were taken from the policy
         self.num_parameters = 0  # of the whole model, a tied head counted once; 0 outside the mesh
         self._module: ResponseLogprobs | None = None
+        self._parked: Parked | None = None
+        self._trainable = trainable
         if not holds(grid):
             return
         self.device = device_of(grid)
@@ -182,8 +186,12 @@ class Model:
         self.is_tied = lm.get_output_embeddings().weight is lm.get_input_embeddings().weight
         self._module = ResponseLogprobs(lm, temperature, grid)
         weights = torch.float32 if trainable else self.dtype
+        self._loaded = {name: p.dtype for name, p in lm.named_parameters()}
         with explained("loading the model", MORE_RANKS):
             self.tp_partial = parallelize(self._module, lm, grid, self.device, weights=weights, compute=self.dtype, recompute=recompute)
+        self.check_weights()
+        if parked:
+            self._parked = Parked(self.shards().values())
 
     @property
     def is_local(self) -> bool:
@@ -197,8 +205,8 @@ class Model:
 
     @property
     def local_bytes(self) -> int:
-        """Of this rank's shards; 0 outside the mesh."""
-        return sum((p.to_local() if isinstance(p, DTensor) else p).nbytes for p in self.shards().values())
+        """Of this rank's shards on its device; 0 outside the mesh, and while they are parked."""
+        return live_bytes(self.shards().values(), self.device) if self.is_local else 0
 
     def shards(self) -> dict[str, Tensor]:
         """This stage's parameters by the checkpoint's names, as this rank holds them; {} outside the mesh. A tied head is there once.
@@ -215,15 +223,36 @@ class Model:
             return None
         return lm.get_input_embeddings().weight
 
+    def check_weights(self) -> None:
+        """RuntimeError, naming them, where this rank's shards are not what the checkpoint's files say. Before anything has moved them."""
+
+        def fresh() -> dict[str, Tensor]:
+            return self.source.read_whole(AutoModelForCausalLM, dtype="auto").state_dict()
+
+        if self.is_local:
+            check_weights(self.shards(), self._loaded, self.source.name, self.source.revision, fresh)
+
+    def resident(self) -> AbstractContextManager[None]:
+        """The weights are on the device for the duration, to be read, wherever they are otherwise."""
+        return nullcontext() if self._parked is None else self._parked.resident()
+
+    def changing(self) -> AbstractContextManager[None]:
+        """As `resident`, to be written."""
+        return nullcontext() if self._parked is None else self._parked.changing()
+
     def rows(self, episodes: list[Episode]) -> list[Row]:
         """The packed rows this rank's replica runs: as many on every replica, [] outside the mesh.
 
         A replica that has run out of episodes gets an idle row, since a forward pass is a collective; so does one with fewer rows than
         stages.
         """
+        return [[episodes[i] for i in row] or [IDLE] for row in self._plan(episodes)]
+
+    def _plan(self, episodes: list[Episode]) -> list[list[int]]:
+        """`rows`, as indices."""
         plan = plan_rows([len(e.token_ids) for e in episodes], self.grid.num_replicas, self.max_tokens)
-        found = [[episodes[i] for i in row] or [IDLE] for rows in share(plan, self.grid) for row in rows]
-        return found + [[IDLE]] * (self.grid.pp - len(found)) if found else []
+        found = [row for rows in share(plan, self.grid) for row in rows]
+        return found + [[]] * (self.grid.pp - len(found)) if found else []
 
     def passes(
         self, rows: list[Row], finish: Callable[[int, Batch, tuple[Tensor, ...]], Tensor], *, shares: list[Share | None] | None = None,
@@ -264,32 +293,28 @@ class Model:
 
     @torch.no_grad()
     @explained("scoring", "training.max_tokens_per_batch, training.seq_len or, beside an engine, generator.gpu_memory_utilization")
-    def logprobs(self, episodes: list[Episode]) -> list[np.ndarray]:
-        """Log-probs of the response tokens, [R] each, of this rank's share of `episodes`; only a last stage knows them.
+    def logprobs(self, episodes: list[Episode]) -> dict[int, np.ndarray]:
+        """Log-probs of the response tokens, [R] each, of the episodes that this rank's replica runs, by their index.
 
-        Collective over the mesh.
+        {} outside the mesh, and where another stage is the last. Collective over the mesh. The rows are those that training runs, so
+        that on the same ranks and in the same dtype a model that has not moved since gives the very same numbers.
         """
         if not self.is_local:
-            return []
-        mine = share(episodes, self.grid)
-        plan = plan_rows([len(e.token_ids) for e in mine], 1, self.max_tokens)[0]
-        plan += [[]] * (max(self._most_rows(episodes), self.grid.pp) - len(plan))
-        scored: list[np.ndarray] = [np.zeros(0, np.float32)] * len(mine)
+            return {}
+        plan = self._plan(episodes)
+        scored: dict[int, np.ndarray] = {}
 
         def keep(row: int, _batch: Batch, outputs: tuple[Tensor, ...]) -> Tensor:
-            ends = np.cumsum([mine[i].num_response_tokens for i in plan[row]])
-            for i, part in zip(plan[row], np.split(outputs[0].cpu().numpy(), ends[:-1]), strict=False):
-                scored[i] = part
+            ends = np.cumsum([episodes[i].num_response_tokens for i in plan[row]])
+            scored.update(zip(plan[row], np.split(outputs[0].cpu().numpy(), ends[:-1]), strict=False))
             return outputs[0].sum()
 
-        self.passes([[mine[i] for i in row] or [IDLE] for row in plan], keep)
-        return scored
-
-    def _most_rows(self, episodes: list[Episode]) -> int:
-        """Forward passes of the replica with the most of them: every replica makes as many."""
-        lengths = [len(e.token_ids) for e in episodes]
-        count = self.grid.num_replicas
-        return max(len(plan_rows(lengths[r::count], 1, self.max_tokens)[0]) for r in range(count))
+        with self.resident():
+            self.passes(self.rows(episodes), keep)
+            reshard(self.local)
+        if not self._trainable and not self.refreshes:
+            check_perplexity(scored, episodes, self.source.name)
+        return dict(sorted(scored.items()))
 
     def refresh(self, buckets: Iterator[Bucket], *, mix: float) -> None:
         """Move to the policy's weights: w <- (1 - mix) w + mix w_policy. Drains `buckets` on every rank.
@@ -303,8 +328,9 @@ class Model:
                 if name in shards:
                     blend(shards[name], tensor, mix)
 
-        for _ in map(take, buckets):  # it keeps no bucket while the next one is made
-            pass
+        with self.changing():
+            for _ in map(take, buckets):  # it keeps no bucket while the next one is made
+                pass
         self.refreshes += 1
 
     @torch.no_grad()

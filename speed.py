@@ -3,9 +3,23 @@
 from batch import Episode
 from model import Model
 from parallel.hardware import peak_flops
-from parallel.memory import usage
+from parallel.memory import GIB, usage
 from parallel.placement import Placement
 from rollout.generator import Generator
+from trainer import Trainer
+
+# Borders at which is written down who is resident, by the phase that begins there (metrics.Clock.watch).
+BORDERS = {"generate": "generate", "logp_ref": "score", "logp_old": "score", "train": "train", "sync": "sync"}
+
+
+def residents(policy: Model, reference: Model | None, trainer: Trainer, generator: Generator) -> dict[str, float]:
+    """GiB of live tensors on this rank's device, by whose they are: 0 for a model that is parked and for what has gone to sleep."""
+    found = trainer.residents() | {f"engine_{name}": count for name, count in generator.residents().items()}
+    if policy.is_local:
+        found |= {"policy": policy.local_bytes}
+    if reference is not None and reference.is_local:
+        found |= {"reference": reference.local_bytes}
+    return {f"{name}_gib": count / GIB for name, count in found.items()}
 
 
 def speed(

@@ -5,11 +5,13 @@ import logging
 import math
 import os
 import random
+import re
 import statistics
 import sys
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -32,7 +34,8 @@ from losses.contract import forward_arguments, requires_reference
 from losses.correction import Truncated
 from model import ModelSource
 from parallel.fit import check_model, idle_ranks
-from parallel.hardware import largest_memory
+from parallel.hardware import is_kept_on_cpu, largest_memory
+from parallel.memory import CPU_SEQS, GIB, capacity, cpu_kv_cache
 from parallel.placement import Placement
 from parallel.roles import ParallelismConfig, Plan, ServicesConfig
 from rollout.sampling import Sampling, sampling_seed
@@ -186,7 +189,7 @@ def required_dataset(dataset: DatasetConfig | None) -> DatasetConfig:
     return dataset
 
 
-PLAN = "--plan"  # or --plan=N: print who does what on N ranks (default: as many as the config needs), and end
+PLAN = "--plan"  # or --plan=N: print who does what on N ranks (default: as many as the config needs), and end; =NxG: on GPUs of G GiB
 
 
 def arguments() -> list[str]:
@@ -213,7 +216,12 @@ def plan_grpo(loss: Any, cfg: Any) -> Plan | None:
             f"run a reference (grpo.beta or grpo.kl_in_reward above 0, or services.ref_model)"
         )
     options: dict[str, Any] = {"model": cfg.model, "colocate": colocate, "wants_reference": wants}
-    return make_plan(services, cfg.parallelism, **options, more=lambda plan: idle(cfg, plan, grpo.n_samples) + plan_bytes(cfg, plan))
+    return make_plan(services, cfg.parallelism, **options, more=partial(plan_notes, cfg))
+
+
+def plan_notes(cfg: Any, plan: Plan, gpu: int) -> list[str]:
+    """What --plan says of a GRPO run besides its ranks. gpu: its bytes, 0 for this machine's."""
+    return idle(cfg, plan, cfg.grpo.n_samples) + plan_bytes(cfg, plan, gpu)
 
 
 def idle(cfg: Any, plan: Plan, samples: int | None) -> list[str]:
@@ -224,16 +232,43 @@ def idle(cfg: Any, plan: Plan, samples: int | None) -> list[str]:
     return idle_ranks(plan, sequences=training.prompts_per_update * samples, prompts=training.prompts_per_rollout)
 
 
-def plan_bytes(cfg: Any, plan: Plan) -> list[str]:
-    """What --plan says of memory, where the model's shape is at hand."""
+def estimate_of(cfg: Any, plan: Plan) -> Estimate | None:
+    """Bytes of the run's roles; None where the model's shape is not at hand."""
     shape = Shape.read(*config.model_source(cfg.model))
     if shape is None:
-        return []
+        return None
     training, engine = cfg.training, cfg.generator.dtype or cfg.training.dtype
     dtypes = (getattr(torch, training.dtype), getattr(torch, engine))
-    estimate = Estimate(shape, plan, *dtypes, training.row_tokens, training.recompute)
-    total = largest_memory(cfg.device)
-    return estimate.lines(training.seq_len) + (estimate.warnings(total, cfg.generator.gpu_memory_utilization) if total else [])
+    return Estimate(shape, plan, *dtypes, training.row_tokens, training.recompute)
+
+
+def parks_reference(cfg: Any, place: Placement) -> bool:
+    """Does the reference wait in host memory while it is idle? From the bytes that --plan prints; says so."""
+    estimate = estimate_of(cfg, place.plan)
+    return estimate is not None and estimate.parks_reference(capacity(place.device), cfg.generator.gpu_memory_utilization)
+
+
+def plan_bytes(cfg: Any, plan: Plan, asked: int) -> list[str]:
+    """What --plan says of memory, where the model's shape is at hand. asked: bytes of a GPU; 0: of this machine's, if the run uses it."""
+    if (estimate := estimate_of(cfg, plan)) is None:
+        return []
+    training, share = cfg.training, cfg.generator.gpu_memory_utilization
+    total, cache = asked or largest_memory(cfg.device), 0
+    if not total and is_kept_on_cpu(cfg.device):
+        cache = cpu_kv_cache(training.seq_len, estimate.kv_per_token, cfg.generator.max_num_seqs or CPU_SEQS)
+        cache = cfg.generator.engine.get("kv_cache_memory_bytes", cache)
+    return estimate.lines(training.seq_len, total, share, cache) + (estimate.warnings(total, share) if total else [])
+
+
+def asked_plan() -> tuple[int | None, int] | None:
+    """--plan[=RANKS[xGIB]]: the number of ranks, None for as many as the config needs, and the bytes of a GPU, 0 for this machine's."""
+    asked = next((a.partition("=")[2] for a in sys.argv[1:] if a.partition("=")[0] == PLAN), None)
+    if asked is None:
+        return None
+    found = re.fullmatch(r"(\d*)(?:x(\d+(?:\.\d+)?)(?:GiB)?)?", asked)
+    if not found or (found[1] and not int(found[1])) or (found[2] and not float(found[2])):
+        raise ValueError(f"{PLAN}={asked}: must be a number of ranks, at least 1, and may go on with a GPU's GiB, as in {PLAN}=8x80")
+    return int(found[1]) if found[1] else None, int(float(found[2] or 0) * GIB)
 
 
 def config_at_hand(model: str) -> Any | None:
@@ -252,23 +287,21 @@ def make_plan(
     model: str,
     colocate: bool,
     wants_reference: bool,
-    more: Callable[[Plan], list[str]] = lambda _plan: [],
+    more: Callable[[Plan, int], list[str]] = lambda _plan, _gpu: [],
 ) -> Plan | None:
-    """`Plan.make` for the ranks that torchrun started, or for --plan's, which also prints what `more` says of the plan.
+    """`Plan.make` for the ranks that torchrun started, or for --plan's, which also prints what `more` says of the plan and its GPU.
 
     ValueError also where the model cannot be spread so, if its config is at hand.
     """
-    asked = next((a.partition("=")[2] for a in sys.argv[1:] if a.partition("=")[0] == PLAN), None)
-    if asked is not None and asked != "" and not (asked.isdigit() and int(asked)):
-        raise ValueError(f"{PLAN}={asked}: must be a number of ranks, at least 1")
+    asked = asked_plan()
     started = int(os.environ.get("WORLD_SIZE", 1))
-    size = started if asked is None else int(asked) if asked else None
+    size = started if asked is None else asked[0]
     plan = Plan.make(services, parallelism, colocate=colocate, wants_reference=wants_reference, world_size=size)
     if (shape := config_at_hand(model)) is not None:  # otherwise `open_run` reads it
         check_model(shape, plan)
     if asked is None:
         return plan
-    print("\n".join([plan.table(), *more(plan)]), flush=True)
+    print("\n".join([plan.table(), *more(plan, asked[1])]), flush=True)
     return None
 
 

@@ -1,8 +1,6 @@
-"""GRPO in one torchrun world.
+"""GRPO in one torchrun world. Every rank runs all of this file; outside its sub-mesh a handle does nothing (docs/architecture.md).
 
     torchrun --nproc-per-node=8 train_grpo.py configs/qwen.yaml [key=value ...]      (--help lists the keys, --plan the ranks)
-
-Every rank runs this file from top to bottom; outside its sub-mesh a handle does nothing, so the loop has no roles (docs/architecture.md).
 """
 
 from collections.abc import Callable
@@ -21,7 +19,7 @@ from log import Log
 from losses.advantages import credit
 from metrics import Clock, MetricsConfig, group_metrics
 from model import Model, ModelSource
-from parallel.exchange import everyone
+from parallel.exchange import in_order
 from parallel.launch import launch
 from parallel.placement import Placement
 from parallel.roles import ParallelismConfig, ServicesConfig
@@ -30,7 +28,7 @@ from rollout.ahead import Rollouts
 from rollout.evaluate import EvalConfig, HeldOut
 from rollout.generator import Generator, GeneratorConfig
 from rollout.rewards import Scorer
-from speed import speed
+from speed import BORDERS, residents, speed
 from trainer import Trainer, TrainingConfig
 
 
@@ -73,7 +71,7 @@ def handles(cfg: Config, place: Placement, source: ModelSource, loss: Any) -> tu
     training, grpo = cfg.training, cfg.grpo
     spread = partial(Model, source, dtype=training.dtype, temperature=grpo.temperature, max_tokens=training.row_tokens)
     policy = spread(place.trainer, trainable=True, recompute=training.recompute)
-    reference = spread(place.reference, trainable=False) if place.reference else None
+    reference = spread(place.reference, trainable=False, parked=startup.parks_reference(cfg, place)) if place.reference else None
     trainer = Trainer(policy, training, loss, correction=grpo.corrected(training), top_entropy=grpo.top_entropy)
     limits = (training.dtype, training.seq_len, training.row_tokens, training.recompute)
     return policy, reference, trainer, Generator(source, cfg.generator, place, *limits, seed=cfg.seed, policy_bytes=policy.local_bytes)
@@ -88,6 +86,7 @@ def train(cfg: Config, place: Placement, output: Path, dataset: DatasetConfig, l
     held_out = HeldOut(cfg.eval, read, sampling, place, clock)
     policy, reference, trainer, generator = handles(cfg, place, source, loss)
     checkpoint.restore(saved, trainer, place, reference)
+    clock.watch(partial(residents, policy, reference, trainer, generator), BORDERS)
     rollouts = Rollouts(prompts, training.prompts_per_rollout, grpo.n_samples, generator, scorer, sampling, place, clock, saved)
     total = training.steps if training.steps is not None else prompts.steps_in_all(training.prompts_per_rollout)  # None: a stream
     log = Log(cfg.metrics, output, place.is_root, total, clock, resumed_after=saved.step)
@@ -113,10 +112,10 @@ def train(cfg: Config, place: Placement, output: Path, dataset: DatasetConfig, l
             # 2. Score: with the reference, with the policy where its own log-probs are the ratio's denominator, and by the rewards.
             if reference:
                 with clock.phase("logp_ref"):
-                    attach("ref_logprobs", episodes, everyone(reference.logprobs(episodes), reference.grid, place))
+                    attach("ref_logprobs", episodes, in_order(reference.logprobs(episodes), reference.grid, place))
             if grpo.rescores(training):
                 with clock.phase("logp_old"):
-                    attach("old_logprobs", episodes, everyone(policy.logprobs(episodes), policy.grid, place))
+                    attach("old_logprobs", episodes, in_order(policy.logprobs(episodes), policy.grid, place))
             advantages = credit(groups, episodes, advantage, kl_in_reward=grpo.kl_in_reward, weights=scorer.weights)
             numbers = group_metrics(groups, advantages, step) | {"policy_version": published}
 

@@ -18,7 +18,7 @@ from batch import Batch, Episode, from_dictionaries
 from metrics import TOKEN_MAXIMA, TOKEN_MEANS, TokenStats
 from model import Model
 from objective import Correction, Objective
-from parallel.memory import explained
+from parallel.memory import explained, live_bytes
 from parallel.pipeline import from_all_stages, from_last_stage
 
 
@@ -255,6 +255,16 @@ class Trainer:
         for i, t in zip(inputs, targets, strict=True):
             episodes += from_dictionaries(i, t, self.model.source.pad_token_id, len(episodes))
         return self.update(episodes, self.updates).get("loss/policy", 0.0)
+
+    def residents(self) -> dict[str, int]:
+        """Bytes of live gradients and moments on this rank's device; {} outside the mesh."""
+        if not self.model.is_local:
+            return {}
+        kept = {
+            "gradients": [p.grad for p in self._parameters.values() if p.grad is not None],
+            "moments": [t for moments in self._adamw.state.values() for name, t in moments.items() if name != "step"],
+        }
+        return {name: live_bytes(tensors, self.model.device) for name, tensors in kept.items()}
 
     def state(self) -> dict[str, Tensor]:
         """Weights and moments by name, as this rank's shards, for saving and for loading in place. {} outside the mesh."""

@@ -28,6 +28,14 @@ def everyone(items: list, source: Grid, place: Placement) -> list:
     return [shards[i % len(shards)][i // len(shards)] for i in range(total)]
 
 
+def in_order(scored: dict[int, Any], source: Grid, place: Placement) -> list:
+    """Give every rank what the replicas of `source` made of the items they had, by the items' index: all of it, in that order."""
+    shards: list[dict[int, Any]] = [{} for _ in range(dist.get_world_size())]
+    dist.all_gather_object(shards, scored if speaks_for(source) else {}, group=place.objects)
+    found = {index: value for shard in shards for index, value in shard.items()}
+    return [found[index] for index in range(len(found))]
+
+
 def from_root(value: Any, place: Placement) -> Any:
     """The root rank's `value`, on every rank."""
     message = [value]

@@ -24,6 +24,11 @@ def peak_flops(device: torch.device) -> float | None:
     return next((rate for part, rate in sorted(PEAK_BF16.items(), key=lambda kv: -len(kv[0])) if part in name), None)
 
 
+def is_kept_on_cpu(device: str) -> bool:
+    """Is a run with `device` (auto, cpu or cuda) on the CPU on any machine?"""
+    return device == "cpu"
+
+
 def largest_memory(device: str) -> int:
     """Bytes of this machine's first GPU, if a run with `device` (auto, cpu or cuda) would use one; else 0."""
     if device == "cpu" or not torch.cuda.is_available():

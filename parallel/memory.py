@@ -2,12 +2,14 @@
 
 import logging
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Literal, NamedTuple
 
 import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 log = logging.getLogger(__name__)
 
@@ -29,6 +31,72 @@ def allocated(device: torch.device) -> int:
 def capacity(device: torch.device) -> int:
     """Bytes of the GPU's memory, in use or not; 0 on a CPU."""
     return torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else 0
+
+
+class Parked:
+    """Tensors whose home is the host's memory: on their device only inside `resident()` or `changing()`, and no bytes there between.
+
+    Their storages stay the same objects and are emptied and filled again, so whoever holds a tensor or a view of one, as FSDP does, need
+    not know. Of a sharded tensor it is this rank's part; nothing is gathered.
+    """
+
+    PIECE = 2**26  # bytes of a host buffer: torch rounds each pinned one up to a power of two
+
+    def __init__(self, tensors: Iterable[Tensor]):
+        local = [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
+        found = {s.data_ptr(): s for t in local if (s := t.untyped_storage()).nbytes()}
+        self._storages = [(storage, storage.nbytes()) for storage in found.values()]
+        self._pieces: list[tuple[Tensor, torch.UntypedStorage, slice]] = []  # host bytes, and whose they are
+        left, room = sum(size for _, size in self._storages), torch.empty(0, dtype=torch.uint8)
+        for storage, size in self._storages:
+            start = 0
+            while start < size:
+                if not len(room):
+                    room = torch.empty(min(left, self.PIECE), dtype=torch.uint8, pin_memory=storage.device.type == "cuda")
+                here = slice(start, start + min(size - start, len(room)))
+                count = here.stop - start
+                self._pieces.append((room[:count], storage, here))
+                room, start, left = room[count:], here.stop, left - count
+        self._store()
+        self._free()
+
+    @contextmanager
+    def resident(self) -> Iterator[None]:
+        """On the device for the duration, to be read."""
+        for storage, size in self._storages:
+            storage.resize_(size)
+        for home, storage, here in self._pieces:
+            _bytes(storage)[here].copy_(home, non_blocking=True)
+        try:
+            yield
+        finally:
+            self._free()
+
+    @contextmanager
+    def changing(self) -> Iterator[None]:
+        """On the device for the duration, to be written: what is in the tensors then is theirs."""
+        with self.resident():
+            yield
+            self._store()
+
+    def _store(self) -> None:
+        for home, storage, here in self._pieces:
+            home.copy_(_bytes(storage)[here])
+
+    def _free(self) -> None:
+        for storage, _ in self._storages:
+            storage.resize_(0)
+
+
+def _bytes(storage: torch.UntypedStorage) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def live_bytes(tensors: Iterable[Tensor], device: torch.device) -> int:
+    """On `device`, of the storages of this rank's parts, each counted once; 0 for those that are parked."""
+    local = [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
+    here = [s for t in local if (s := t.untyped_storage()).nbytes() and s.device.type == device.type]
+    return sum({s.data_ptr(): s.nbytes() for s in here}.values())
 
 
 class TrainingBytes(NamedTuple):
@@ -67,7 +135,7 @@ def residency(device: torch.device, needed: TrainingBytes, kv_cache: int) -> Res
             f"out of GPU memory while starting: {needed.kept / GIB:.2f} GiB needed for the optimizer's moments, {free / GIB:.2f} GiB of "
             f"{total / GIB:.2f} GiB free beside the engine. Lower generator.gpu_memory_utilization"
         )
-    choice: Residency = "stays" if free > needed.peak else "drops its KV cache" if free + kv_cache > needed.peak else "sleeps"
+    choice = choose(free, needed.peak, kv_cache)
     level = " (level 2 when new weights follow, else level 1)" if choice == "sleeps" else ""
     log.info(
         "engine and trainer share a GPU of %.1f GiB: %.1f GiB are free beside the engine, whose KV cache has %.1f GiB; training is "
@@ -75,6 +143,37 @@ def residency(device: torch.device, needed: TrainingBytes, kv_cache: int) -> Res
         *(total / GIB, free / GIB, kv_cache / GIB, needed.peak / GIB, choice, level),
     )
     return choice
+
+
+def choose(free: int, peak: int, kv_cache: int) -> Residency:
+    """Of an engine beside which `free` bytes are left, where training takes `peak`."""
+    return "stays" if free > peak else "drops its KV cache" if free + kv_cache > peak else "sleeps"
+
+
+def parks(total: int, *, policy: int, needed: TrainingBytes, reference: int, engine: int, engine_weights: int) -> bool:
+    """Does a reference leave a GPU of `total` bytes while it is idle? Only where it would not fit beside what else is there.
+
+    That is the policy's weights, with either all that training takes beside the engine's weights, or what the trainer keeps beside the
+    whole engine; engine: 0 where there is none. A cache that is dropped costs nothing and comes first, a reference that moves costs its
+    bytes twice over the bus. Always False on a CPU, of which the total is 0.
+    """
+    others = policy + max(needed.peak + engine_weights, needed.kept + engine) if engine else policy + needed.peak
+    parked = 0 < total < others + reference
+    if total:
+        log.info(
+            "reference and trainer share a GPU of %.1f GiB: the reference has %.1f GiB and the others are expected to need up to %.1f GiB, "
+            "so it %s", total / GIB, reference / GIB, others / GIB, "waits in host memory while it is idle" if parked else "stays",
+        )  # fmt: skip
+    return parked
+
+
+CPU_SEQS = 64  # that an engine on a CPU decodes at once, by default
+
+
+def cpu_kv_cache(seq_len: int, bytes_per_token: int, max_num_seqs: int) -> int:
+    """Bytes of an engine's KV cache on a CPU: all sequences and one more, at most 1 GiB, but two sequences at least."""
+    sequence = -(-seq_len // 128) * 128 * bytes_per_token  # the CPU cache's block
+    return max(2 * sequence, min((max_num_seqs + 1) * sequence, GIB))
 
 
 def usage(device: torch.device, engine: int = 0) -> dict[str, float]:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, PrepareModuleInput, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
@@ -160,3 +160,9 @@ def _stage(model: nn.Module, plan: Plan, grid: Grid) -> list[nn.Module]:
     if stage > 0 and not (is_last and tied):
         model.set_input_embeddings(Passing())
     return list(blocks[first:last])
+
+
+def reshard(root: nn.Module) -> None:
+    """Free what a pass without gradients leaves gathered: the weights that are in no block, which would be taken for the shards."""
+    assert isinstance(root, FSDPModule)
+    root.reshard()

@@ -164,7 +164,7 @@ class Plan:
             copies = f"{role.replicate} x " if role.replicate > 1 else ""
             more = (f" x PP {role.pp}" if role.pp > 1 else "") + (f" x CP {role.cp}" if role.cp > 1 else "")
             count = f"{copies}{role.num_replicas // role.replicate} {kind}{more} x TP {role.tp}"
-            lines.append(f"  {name:<11} {_span(role.ranks):<14} {count}{note}")
+            lines.append(f"  {name:<11} {span(role.ranks):<14} {count}{note}")
         return "\n".join(lines)
 
 
@@ -230,7 +230,7 @@ def _check_separate(services: ServicesConfig, parallelism: ParallelismConfig, wo
     if world_size is not None and world_size > total:
         problems.append(f"{world_size - total} of {world_size} ranks would be idle; start {total}, or raise services.*.procs")
     if problems:
-        rows = "\n".join(f"  {name:<10} {_span(ranks):<14} {len(ranks)} ranks" for name, ranks in bounds.items())
+        rows = "\n".join(f"  {name:<10} {span(ranks):<14} {len(ranks)} ranks" for name, ranks in bounds.items())
         raise ValueError("the services do not fit:\n" + rows + "".join(f"\n  - {p}" for p in problems))
     return bounds
 
@@ -252,5 +252,5 @@ def _next(count: int, multiple: int) -> int:
     return -(-count // multiple) * multiple
 
 
-def _span(ranks: list[int]) -> str:
+def span(ranks: list[int]) -> str:
     return f"{ranks[0]}" if len(ranks) == 1 else f"{ranks[0]}-{ranks[-1]}"

@@ -9,7 +9,7 @@ needs only what all others begin without waiting for anything later.
 from collections import deque
 from collections.abc import Callable, Iterator
 from itertools import zip_longest
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -34,6 +34,7 @@ class NamedTensor(NamedTuple):
 
 
 Bucket = list[NamedTensor]
+BUCKET_BYTES = 256 * 2**20
 
 
 class Parcel(NamedTuple):
@@ -170,12 +171,17 @@ def _end(journey: Journey, reads: bool) -> Bucket:
 @torch.no_grad()
 def blend(shard: Tensor, whole: Tensor, mix: float) -> None:
     """shard <- (1 - mix) shard + mix whole, in place and in fp32, for this rank's part of the `whole` tensor."""
-    local, part = shard, whole
-    if isinstance(shard, DTensor):
-        sizes, offsets = compute_local_shape_and_global_offset(shard.shape, shard.device_mesh, shard.placements)
-        local, part = shard.to_local(), whole[tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))]
+    local, part = local_part(shard, whole)
     part = part.to(local.device)
     local.copy_(part if mix == 1 else local.float().lerp(part.float(), mix))
+
+
+def local_part(shard: Tensor, whole: Any) -> tuple[Tensor, Tensor]:
+    """This rank's part of a sharded tensor, and the same part of the `whole` one: a tensor, or what is sliced as one is."""
+    if not isinstance(shard, DTensor):
+        return shard, whole[:]
+    sizes, offsets = compute_local_shape_and_global_offset(shard.shape, shard.device_mesh, shard.placements)
+    return shard.to_local(), whole[tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))]
 
 
 def _whole(shard: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:

@@ -18,6 +18,7 @@ from transformers import AutoConfig
 
 from batch import Completion, Group, Prompt
 from model import ModelSource, head_width
+from parallel import memory
 from parallel.memory import Remedy, Residency, allocated, capacity, empty_cache, explained, residency, training_bytes
 from parallel.placement import Grid, Placement, holds, share, shares_ranks
 from parallel.sub_world import OwnRandomState, sub_world
@@ -72,13 +73,13 @@ class Generator:
         self.version = -1  # of the policy loaded last; -1: none yet, generate refuses
         self.dtype = getattr(torch, cfg.dtype or dtype)
         self._llm: Any = None
-        self._kv_asleep = False
+        self._asleep: set[str] = set()  # of weights and KV cache, what has no memory now
         self._residency: Residency = "stays"  # while the policy trains
         self.live_bytes = 0  # of the engine's tensors on the GPU, as torch counts them
         if not holds(self.grid):
             return
         assert place.replica is not None
-        self._replica = place.replica
+        self._replica, self._device = place.replica, place.device
         self._rng = OwnRandomState()
         self._loader = Loader(self._replica, self._inside)
         self._tokenizer = source.tokenizer()
@@ -136,14 +137,13 @@ class Generator:
                 "moe_backend": "triton",  # see check_engine
             }
         check_tile(shape, tp)
-        seqs = cfg.max_num_seqs or 64
+        seqs = cfg.max_num_seqs or memory.CPU_SEQS
         kv_heads = -(-shape.num_key_value_heads // tp)
         per_token = 2 * shape.num_hidden_layers * kv_heads * head_width(shape) * self.dtype.itemsize
-        padded = -(-self.seq_len // 128) * 128  # the CPU cache's block
         return arguments | {
             "max_num_seqs": seqs,
             "enforce_eager": True,
-            "kv_cache_memory_bytes": max(padded * per_token * 2, min(padded * per_token * (seqs + 1), 2**30)),
+            "kv_cache_memory_bytes": memory.cpu_kv_cache(self.seq_len, per_token, seqs),
             # A token budget below the prompt's length splits the prompt, and a seeded CPU request then fails (vLLM 0.32).
             "enable_chunked_prefill": False,
             "max_num_batched_tokens": max(2048, self.seq_len),
@@ -209,7 +209,7 @@ class Generator:
                 self._llm.sleep(level=2 if until_load else 1)
             else:
                 _release("kv_cache")
-        self._kv_asleep = True
+        self._asleep = {"weights", "kv_cache"} if whole else {"kv_cache"}
         yield
         empty_cache()
         if whole:
@@ -222,12 +222,12 @@ class Generator:
         needed = sum(block.handle[1] for block in _blocks(tag))
         with self._inside(), explained("waking the engine", "generator.gpu_memory_utilization", needed=needed):
             sleeper.wake_up(tags=[tag])
+        self._asleep.discard(tag)
 
     def _wake_kv_cache(self) -> None:
         """Give the KV cache memory again, empty; whatever the prefix cache knew is gone."""
-        if self._kv_asleep:
+        if "kv_cache" in self._asleep:
             self._wake("kv_cache", self._llm if self._residency == "sleeps" else self._worker())
-        self._kv_asleep = False
         with self._inside():
             if not self._llm.reset_prefix_cache():
                 raise RuntimeError("vLLM did not reset its prefix cache: requests are still running")
@@ -244,6 +244,13 @@ class Generator:
         empty_cache()
         self._wake_kv_cache()
         self.version = version
+
+    def residents(self) -> dict[str, int]:
+        """Bytes of the engine's live tensors on this rank, by what they are; {} where there is no engine."""
+        if self._llm is None:
+            return {}
+        kept = {"weights": self._model().parameters(), "kv_cache": self._worker().model_runner.kv_caches}
+        return {name: 0 if name in self._asleep else memory.live_bytes(tensors, self._device) for name, tensors in kept.items()}
 
     def _worker(self) -> Any:
         return self._llm.llm_engine.model_executor.driver_worker.worker

@@ -25,7 +25,7 @@ from torch.nn.functional import linear
 from batch import Episode, Group, Prompt, to_episodes
 from losses import GRPOLoss
 from model import Model, ModelSource
-from parallel.exchange import everyone, from_each
+from parallel.exchange import everyone, from_each, in_order
 from parallel.launch import launch
 from parallel.names import to_checkpoint
 from parallel.placement import Placement
@@ -98,7 +98,7 @@ class Job:
     def gaps(self, groups: list[Group]) -> np.ndarray:
         """|engine's - policy's| log-prob of every sampled token."""
         episodes = to_episodes(groups, mask_truncated=False, old_from_sampler=False)
-        own = everyone(self.policy.logprobs(episodes), self.policy.grid, self.place)
+        own = in_order(self.policy.logprobs(episodes), self.policy.grid, self.place)
         return np.concatenate([np.abs(e.gen_logprobs - values) for e, values in zip(episodes, own, strict=True)])
 
     def weights(self) -> dict[str, Tensor]:

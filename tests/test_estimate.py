@@ -1,6 +1,7 @@
 """What --plan says of memory, against the bytes of live tensors."""
 
 import json
+import re
 import sys
 from typing import Any
 
@@ -10,52 +11,83 @@ from transformers import AutoModelForCausalLM
 
 import train_grpo
 from estimate import Estimate, Shape
-from parallel.memory import GIB
+from parallel.memory import GIB, cpu_kv_cache
 from parallel.roles import ParallelismConfig, Plan, ServiceConfig, ServicesConfig
 from tests.world import run_script
 
 SIZES = """
 import json, sys
 import torch
-from torch.distributed.tensor import DTensor
+from batch import Episode
+from losses import GRPOLoss
 from parallel.placement import Placement
 from parallel.roles import ParallelismConfig, Plan
 from model import Model, ModelSource
+from parallel.exchange import from_each
+from parallel.memory import live_bytes
+from parallel.placement import Placement, holds
+from parallel.roles import ParallelismConfig, Plan, ServiceConfig, ServicesConfig
+from parallel.weights import stream_weights
+from rollout.generator import Generator, GeneratorConfig
+from tests.reference_driver import some_episodes
 from trainer import Trainer, TrainingConfig
-from losses import NLLLoss
-model, world, degrees, report = sys.argv[1], int(sys.argv[2]), json.loads(sys.argv[3]), sys.argv[4]
-plan = Plan.make(None, ParallelismConfig(**degrees), colocate=False, wants_reference=False, world_size=world)
+model, world, degrees, engines, report = sys.argv[1], int(sys.argv[2]), *map(json.loads, sys.argv[3:5]), sys.argv[5]
+services = ServicesConfig(generator=ServiceConfig(procs=engines or 1))
+plan = Plan.make(services, ParallelismConfig(**degrees), colocate=True, wants_reference=True, world_size=world)
 place = Placement.build(plan, "cpu")
-policy = Model(ModelSource(model), place.trainer, dtype="float32", temperature=1.0, max_tokens=64, trainable=True)
-trainer = Trainer(policy, TrainingConfig(), NLLLoss())
-state = {n: t for n, t in trainer.state().items() if not n.startswith("weight/")}
-moments = sum((t.to_local() if isinstance(t, DTensor) else t).nbytes for t in state.values())
-everyone = [None] * world
-torch.distributed.all_gather_object(everyone, [policy.local_bytes, moments], group=place.objects)
+spread = lambda grid, **options: Model(ModelSource(model), grid, dtype="bfloat16", temperature=1.0, max_tokens=64, **options)
+policy, reference = spread(place.trainer, trainable=True), spread(place.reference, trainable=False)
+trainer = Trainer(policy, TrainingConfig(), GRPOLoss())
+trainer._adamw.register_step_pre_hook(lambda *_: found.update(gradients=trainer.residents()["gradients"]))
+found = {}
+trainer.train(some_episodes(), 0)
+assert trainer.residents()["gradients"] == 0
+found |= {"weights": policy.local_bytes, "reference": reference.local_bytes, "moments": trainer.residents()["moments"]}
+if engines:
+    generator = Generator(ModelSource(model), GeneratorConfig(max_num_seqs=3), place, dtype="bfloat16", seq_len=100, seed=0)
+    generator.load(stream_weights(policy.shards(), place, generator.dtype), version=0)
+    found |= {f"engine_{name}": count for name, count in generator.residents().items()}
+    generator.close()
+ranks = from_each(found, place)
 if place.is_root:
-    open(report, "w").write(json.dumps(everyone))
+    open(report, "w").write(json.dumps({name: max(each[name] for each in ranks) for name in found}))
 """
 
 
-def estimate(model: str, world: int, **degrees: int) -> Estimate:
-    plan = Plan.make(None, ParallelismConfig(**degrees), colocate=False, wants_reference=False, world_size=world)
+def estimate(model: str, world: int, engines: int = 1, **degrees: int) -> Estimate:
+    services = ServicesConfig(generator=ServiceConfig(procs=engines or 1))
+    plan = Plan.make(services, ParallelismConfig(**degrees), colocate=True, wants_reference=True, world_size=world)
     shape = Shape.read(model, None)
     assert shape is not None
-    return Estimate(shape, plan, torch.float32, torch.float32, row_tokens=64, recompute=False)
+    return Estimate(shape, plan, torch.bfloat16, torch.bfloat16, row_tokens=64, recompute=False)
 
 
-@pytest.mark.parametrize(("world", "degrees"), [
-    (1, {}), (2, {}), (2, {"tensor_parallel_degree": 2}), (4, {"tensor_parallel_degree": 2}),
-    (4, {"data_parallel_replicate_degree": 2}), (4, {"context_parallel_degree": 2}),
+@pytest.mark.parametrize(("world", "engines", "degrees"), [
+    (1, 1, {}),
+    (2, 0, {}),
+    (2, 0, {"tensor_parallel_degree": 2}),
+    pytest.param(2, 2, {}, marks=pytest.mark.slow),
+    pytest.param(4, 0, {"tensor_parallel_degree": 2}, marks=pytest.mark.slow),
+    pytest.param(4, 0, {"data_parallel_replicate_degree": 2}, marks=pytest.mark.slow),
+    pytest.param(4, 0, {"context_parallel_degree": 2}, marks=pytest.mark.slow),
+    pytest.param(2, 0, {"pipeline_parallel_degree": 2}, marks=pytest.mark.slow),
+    pytest.param(4, 0, {"pipeline_parallel_degree": 2, "tensor_parallel_degree": 2}, marks=pytest.mark.slow),
 ])  # fmt: skip
-def test_weights_and_moments_are_those_of_the_largest_rank_within_a_tenth(world, degrees, checkpoint_of, tmp_path):
-    model = str(checkpoint_of("qwen3"))
+@pytest.mark.parametrize("tied", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_the_bytes_are_those_of_the_largest_ranks_live_tensors_within_a_tenth(tied, world, engines, degrees, checkpoint_of, tmp_path):
+    """engines: ranks of each; 0: none is started."""
+    model = str(checkpoint_of("qwen3", tied=tied))
     (tmp_path / "sizes.py").write_text(SIZES)
-    run_script(world, tmp_path / "sizes.py", model, str(world), json.dumps(degrees), str(tmp_path / "report.json"))
-    weights, moments = map(max, zip(*json.loads((tmp_path / "report.json").read_text()), strict=True))
-    expected = estimate(model, world, **degrees)
-    assert expected.weights == pytest.approx(weights, rel=0.1)
-    assert expected.training.kept == pytest.approx(moments, rel=0.1)
+    run_script(world, tmp_path / "sizes.py", model, world, json.dumps(degrees), engines, tmp_path / "report.json")
+    live = json.loads((tmp_path / "report.json").read_text())
+    told = estimate(model, world, engines, **degrees)
+    expected = {"weights": told.weights, "gradients": told.gradients, "moments": told.training.kept, "reference": told.reference}
+    if engines:
+        expected["engine_weights"] = told.engine_weights
+        expected["engine_kv_cache"] = cpu_kv_cache(100, told.kv_per_token, 3)
+    assert expected.keys() == live.keys()
+    for name, count in expected.items():
+        assert count == pytest.approx(live[name], rel=0.1), name
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -91,3 +123,64 @@ def test_what_will_not_fit_a_gpu_is_told_with_the_keys_to_change():
     assert any("activation_checkpointing" in line for line in told(apart, 9))
     assert told(apart, 9, recompute=True) == []
 
+
+
+BIG = Shape(cut=7 * 10**9, whole=10**9, layers=32, hidden=4096, intermediate=14336, heads=6144, kv=2048)
+
+
+def planned(services: ServicesConfig | None, world: int, **options: Any) -> Estimate:
+    plan = Plan.make(services, ParallelismConfig(), colocate=False, wants_reference=services is None, world_size=world)
+    return Estimate(BIG, plan, torch.bfloat16, torch.bfloat16, row_tokens=8192, recompute=True, **options)
+
+
+def test_a_reference_waits_in_host_memory_only_where_it_shares_a_gpu_that_cannot_hold_it():
+    shared = planned(None, 8)
+    assert not shared.parks_reference(80 * GIB, 0.3) and shared.parks_reference(30 * GIB, 0.3)
+    assert not shared.parks_reference(0, 0.3)  # a CPU
+    assert [line for line in shared.lines(4096, 30 * GIB, 0.3) if "in host memory while idle" in line]
+    alone = planned(ServicesConfig(trainer=ServiceConfig(procs=8), ref_model=ServiceConfig(), generator=ServiceConfig()), 10)
+    assert not alone.parks_reference(30 * GIB, 0.3)
+    on_cpu = planned(ServicesConfig(trainer=ServiceConfig(procs=8), ref_model=ServiceConfig(with_gpus=False), generator=ServiceConfig()), 9)
+    assert not on_cpu.parks_reference(30 * GIB, 0.3)
+
+
+def test_a_parked_reference_is_counted_while_it_scores_and_at_no_other_time():
+    shared, total = planned(None, 8), 30 * GIB
+    (phases,) = shared.phases(total, 0.3, kv_cache := int(total * 0.3) - shared.engine_weights).values()
+    stays = shared.phases(0, 0.3, kv_cache)[tuple(range(8))]  # of a GPU that has no end
+    assert stays["score"] == phases["score"] and stays["generate"] - phases["generate"] == shared.reference
+    assert phases["train"] < stays["train"]
+
+
+def test_the_phases_of_roles_on_ranks_of_their_own_do_not_touch():
+    services = ServicesConfig(trainer=ServiceConfig(procs=4), ref_model=ServiceConfig(procs=2), generator=ServiceConfig(procs=2))
+    told = planned(services, 8)
+    table = told.phases(80 * GIB, 0.5, kv_cache := 40 * GIB - told.engine_weights)
+    assert list(table) == [(0, 1, 2, 3), (4, 5), (6, 7)]
+    trainer, reference, generator = table.values()
+    assert trainer["train"] == told.weights + told.training.peak and trainer["score"] == told.weights + told.training.kept
+    assert reference["score"] == told.reference + told.scoring and reference["train"] == told.reference
+    assert set(generator.values()) == {told.engine_weights + kv_cache, told.engine_weights + kv_cache + told.syncing}
+
+
+def test_a_plan_for_gpus_of_a_size_says_what_their_kv_cache_holds(checkpoint_of, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["train_grpo.py", f"model={checkpoint_of('qwen3')}", "training.seq_len=64", "--plan=2x1.5GiB"])
+    train_grpo.main()
+    out = capsys.readouterr().out
+    per_token = 2 * 2 * 2 * 32 * 2  # k and v of 2 layers of 2 heads of 32 numbers of 2 bytes
+    found = re.search(r"KV cache    at most 0.75 GiB, (\d+) tokens or (\d+) sequences of 64 in each engine", out)
+    assert found is not None, out
+    assert int(found[1]) == pytest.approx(0.75 * GIB / per_token, rel=0.01) and int(found[2]) == int(found[1]) // 64
+    assert "16384 tokens, 256 sequences of 64, on each of 2 replicas" in out
+    assert "in use by phase, at most (GPUs of 1.50 GiB)\n  0-1         generate 0.75 GiB" in out and "warning: " in out
+
+
+@pytest.mark.parametrize("asked", ["0", "x80", "8x0", "8xlarge", "many"])
+def test_a_plan_that_cannot_be_read_says_how_it_is_written(asked, checkpoint_of, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["train_grpo.py", f"model={checkpoint_of('qwen3')}", f"--plan={asked}"])
+    if asked == "x80":  # as many ranks as the config needs
+        train_grpo.main()
+        assert "GPUs of 80.00 GiB" in capsys.readouterr().out
+        return
+    with pytest.raises(ValueError, match=f"--plan={asked}: must be a number of ranks, at least 1"):
+        train_grpo.main()

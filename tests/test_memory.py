@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from model import MORE_RANKS
-from parallel.memory import GIB, TrainingBytes, explained, residency, training_bytes
+from parallel.memory import GIB, Parked, TrainingBytes, explained, live_bytes, parks, residency, training_bytes
 from rollout.generator import TOO_LITTLE_MEMORY
 
 CUDA_SAYS = (
@@ -115,3 +115,48 @@ def test_advice_that_is_not_to_lower_a_key_stands_as_it_is():
     with pytest.raises(ValueError, match="while loading the model: 2.32 GiB needed.* Start more ranks, over which"):
         with explained("loading the model", MORE_RANKS):
             raise torch.OutOfMemoryError(CUDA_SAYS)
+
+
+def test_parked_tensors_have_no_bytes_until_they_are_used_and_then_their_own(monkeypatch):
+    """Views of one storage, a transposed one and one in bf16, over several host buffers."""
+    monkeypatch.setattr(Parked, "PIECE", 256)
+    whole = torch.randn(40, 7)
+    tensors = [whole, whole[3:20].t(), torch.randn(9).bfloat16(), torch.empty(0)]
+    kept, cpu = [t.clone() for t in tensors], torch.device("cpu")
+    size = live_bytes(tensors, cpu)
+    assert size == 40 * 7 * 4 + 9 * 2
+    parked = Parked(tensors)
+    assert live_bytes(tensors, cpu) == 0
+    with parked.resident():
+        assert all(torch.equal(t, k) for t, k in zip(tensors, kept, strict=True)) and live_bytes(tensors, cpu) == size
+        tensors[2].zero_()  # read only: forgotten
+    with parked.changing():
+        assert torch.equal(tensors[2], kept[2])
+        whole.add_(1)
+    assert live_bytes(tensors, cpu) == 0
+    with parked.resident():
+        assert torch.equal(whole, kept[0] + 1) and torch.equal(tensors[1], kept[1] + 1) and torch.equal(tensors[2], kept[2])
+
+
+@pytest.mark.parametrize(
+    ("total", "parked"),
+    [
+        (101, False),  # 10 of weights, 60 of training, 6 of the engine, 25 of the reference
+        (100, True),
+        (0, False),  # a CPU
+    ],
+)
+def test_a_reference_is_parked_where_it_does_not_fit_beside_what_else_is_there(total, parked, caplog):
+    with caplog.at_level(logging.INFO):
+        needed = TrainingBytes(20 * GIB, 60 * GIB)
+        sizes = {"policy": 10 * GIB, "reference": 25 * GIB, "engine": 30 * GIB, "engine_weights": 6 * GIB}
+        assert parks(total * GIB, needed=needed, **sizes) == parked
+    if total:
+        assert ("waits in host memory while it is idle" in caplog.text) == parked and "up to 76.0 GiB" in caplog.text
+
+
+def test_a_reference_is_parked_where_it_would_keep_the_engine_from_waking():
+    sizes = {"policy": 10 * GIB, "reference": 25 * GIB, "engine_weights": 6 * GIB}
+    needed = TrainingBytes(20 * GIB, 30 * GIB)
+    assert parks(100 * GIB, needed=needed, engine=46 * GIB, **sizes) and not parks(100 * GIB, needed=needed, engine=45 * GIB, **sizes)
+    assert not parks(65 * GIB, needed=needed, engine=0, **sizes | {"engine_weights": 0})

@@ -2,16 +2,21 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from transformers import AutoModelForCausalLM
 
+from batch import Episode
+from fingerprint import check_perplexity, check_weights
 from tests.world import run_script
 
 
@@ -20,7 +25,7 @@ def run(checkpoint_of, additions, tmp_path_factory):
     """`run(ranks, **keys)`: the folder of four steps with a reference, from which a checkpoint is kept every other step."""
     model, data = checkpoint_of("qwen3"), additions
 
-    def start(ranks: int, output: Path | None = None, **keys: Any) -> Path:
+    def start(ranks: int, output: Path | None = None, script: str | Path = "train_grpo.py", **keys: Any) -> Path:
         folder = tmp_path_factory.mktemp("run") if output is None else output.parent
         output = folder / "run" if output is None else output
         training = {"steps": 4, "batch_size": 4, "seq_len": 32, "dtype": "float32", "learning_rate": 1e-3, "ref_update_interval": 2}
@@ -30,7 +35,7 @@ def run(checkpoint_of, additions, tmp_path_factory):
             "checkpoint": {"every": 2, "keep": 0, "export_hf": True}, "metrics": {"tensorboard": False}, "output": str(output),
         }  # fmt: skip
         (folder / "asked.yaml").write_text(json.dumps(cfg | keys))
-        run_script(ranks, "train_grpo.py", str(folder / "asked.yaml"))
+        run_script(ranks, script, str(folder / "asked.yaml"))
         return output
 
     return start
@@ -108,3 +113,158 @@ def test_a_resumed_run_has_the_reference_where_it_had_moved_to(run, moved, tmp_p
 def test_a_reference_that_should_move_must_exist(run):
     with pytest.raises(AssertionError, match="training.ref_update_interval=2, and there is no reference to move"):
         run(1, grpo={"n_samples": 4, "max_new_tokens": 8})
+
+
+@pytest.fixture
+def driver(checkpoint_of, tmp_path):
+    """`driver("first_step", ranks, "float32", services, own, **degrees)`: what that run of tests/reference_driver.py reported.
+
+    own: of the reference's plan, where it differs from what the degrees say.
+    """
+
+    def start(run: str, ranks: int, dtype: str, services: Any = None, own: Any = None, **degrees: int) -> Any:
+        spec = {"own": own or {}, "run": run, "model": str(checkpoint_of("qwen3")), "dtype": dtype, "services": services}
+        spec["parallelism"] = {f"{name}_degree": degree for name, degree in degrees.items()}
+        (tmp_path / "spec.json").write_text(json.dumps(spec))
+        run_script(ranks, "tests/reference_driver.py", tmp_path / "spec.json", tmp_path / "report.json")
+        return json.loads((tmp_path / "report.json").read_text())
+
+    return start
+
+
+TP2, FSDP2, HSDP = {"tensor_parallel": 2}, {"data_parallel_shard": 2}, {"data_parallel_shard": 2, "data_parallel_replicate": 2}
+BOTH = {"tensor_parallel": 2, "data_parallel_shard": 2}
+CP2, PP2 = {"context_parallel": 2}, {"pipeline_parallel": 2}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("ranks", "degrees"), [
+    (1, {}),
+    pytest.param(2, FSDP2, marks=pytest.mark.slow),
+    pytest.param(2, TP2, marks=pytest.mark.slow),
+    pytest.param(4, BOTH, marks=pytest.mark.slow),
+    pytest.param(4, HSDP, marks=pytest.mark.slow),
+    pytest.param(2, CP2, marks=pytest.mark.slow),
+    pytest.param(2, PP2, marks=pytest.mark.slow),
+], ids=["1", "FSDP 2", "TP 2", "FSDP 2 x TP 2", "HSDP 2 x 2", "CP 2", "PP 2"])  # fmt: skip
+def test_kl_at_step_0_is_exactly_0_with_the_policys_own_layout_and_dtype(ranks, degrees, dtype, driver):
+    assert driver("first_step", ranks, dtype, **degrees) == {"kl": 0.0, "apart": 0.0, "sharded": True}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "services", "degrees", "own"), [
+    (4, {"trainer": {"procs": 2}, "ref_model": {"procs": 1}}, {}, {}),
+    (5, {"trainer": {"procs": 2}, "ref_model": {"procs": 2}}, TP2, {}),
+    (5, {"trainer": {"procs": 2}, "ref_model": {"procs": 2}}, TP2, {"ranks": [2], "tp": 1}),
+    (3, {"trainer": {"procs": 2}, "ref_model": {"with_gpus": False}}, {}, {}),
+], ids=["ranks of its own", "ranks of its own, TP 2", "one rank, trainer TP 2", "on the CPU"])  # fmt: skip
+def test_kl_at_step_0_is_below_1e5_in_float32_wherever_the_reference_lives(ranks, services, degrees, own, driver):
+    report = driver("first_step", ranks, "float32", services, own, **degrees)
+    assert 0 <= report["kl"] < 1e-5 and report["apart"] < 1e-5 and report["sharded"]
+
+
+@pytest.mark.parametrize(("ranks", "dtype", "degrees"), [
+    (1, "bfloat16", {}),
+    pytest.param(2, "float32", FSDP2, marks=pytest.mark.slow),
+    pytest.param(4, "bfloat16", BOTH, marks=pytest.mark.slow),
+    pytest.param(2, "bfloat16", PP2, marks=pytest.mark.slow),
+], ids=["1", "FSDP 2", "FSDP 2 x TP 2", "PP 2"])  # fmt: skip
+def test_a_parked_reference_scores_and_moves_as_one_that_stays_and_has_no_bytes_while_idle(ranks, dtype, degrees, driver):
+    report = driver("parked", ranks, dtype, **degrees)
+    assert all(stays == idle for stays, idle in report["scores"])
+    assert report["scores"][0] != report["scores"][1] != report["scores"][2]  # it did move
+    assert set(report["bytes"]) == {0} and report["live"] == 0
+    assert report["resident_bytes"] == report["staying_bytes"] > 0 and report["same_weights"]
+
+
+@pytest.mark.parametrize(("ranks", "dtype", "degrees"), [
+    (1, "bfloat16", {}),
+    pytest.param(2, "float32", FSDP2, marks=pytest.mark.slow),
+    pytest.param(4, "bfloat16", BOTH, marks=pytest.mark.slow),
+    pytest.param(2, "bfloat16", PP2, marks=pytest.mark.slow),
+], ids=["1", "FSDP 2", "FSDP 2 x TP 2", "PP 2"])  # fmt: skip
+def test_a_weight_that_is_not_the_checkpoints_is_named_on_every_rank_that_has_a_part_of_it(ranks, dtype, degrees, driver):
+    report = driver("damaged", ranks, dtype, **degrees)
+    assert report["seen"] == [True] * ranks and report["weights"] > 10
+
+
+def test_the_log_says_who_was_resident_at_each_border(moved):
+    first, second = steps(moved)[:2]
+    borders = {name.split("/")[1] for name in second if name.startswith("mem/")}
+    assert borders == {"generate", "score", "train", "sync"}
+    weights = second["mem/train/policy_gib"]
+    assert all(second[f"mem/{border}/policy_gib"] == second[f"mem/{border}/reference_gib"] == weights > 0 for border in borders)
+    assert all(step[f"mem/{border}/gradients_gib"] == 0 for step in (first, second) for border in borders)
+    assert first["mem/train/moments_gib"] == 0 and first["mem/sync/moments_gib"] == second["mem/train/moments_gib"] == 2 * weights
+    assert all(second[f"mem/{border}/engine_kv_cache_gib"] > 0 < second[f"mem/{border}/engine_weights_gib"] for border in borders)
+
+
+def test_a_reference_that_differs_from_what_the_sampler_computes_ends_the_run_and_one_within_rounding_does_not():
+    draw = np.random.default_rng(0)
+    sampled = [draw.uniform(-3, -0.1, n).astype(np.float32) for n in (5, 9)]
+    episodes = [Episode(np.zeros(n + 2, np.int64), 2, np.ones(n, np.float32), np.zeros(n, np.float32), values)
+                for n, values in zip((5, 9), sampled, strict=True)]  # fmt: skip
+    near = {i: values + draw.normal(0, 0.02, len(values)).astype(np.float32) for i, values in enumerate(sampled)}
+    random = {i: np.full(len(values), -np.log(151936), np.float32) for i, values in enumerate(sampled)}
+    check_perplexity(near, episodes, "m")
+    with pytest.raises(RuntimeError, match=r"what model=m itself sampled a perplexity of 1.519e\+05, and the sampler gave it \d.*float32"):
+        check_perplexity(random, episodes, "m")
+    with pytest.raises(RuntimeError):
+        check_perplexity({0: np.full(5, np.nan, np.float32)}, episodes, "m")
+    later = [replace(e, policy_version=1) for e in episodes]
+    check_perplexity(random, later, "m")  # what another policy sampled says nothing
+
+
+def test_weights_that_were_drawn_by_chance_after_loading_end_the_run_at_its_first_scores(run, additions):
+    """Past the comparison with the files: the reference of the first step is another model."""
+    script = Path(__file__).parent / "data" / "random_reference.py"
+    with pytest.raises(AssertionError, match="the reference gives what model=.* itself sampled a perplexity of"):
+        run(1, script=script)
+
+
+SHARDED = {"max_shard_size": "40KB"}
+
+
+@pytest.mark.parametrize("options", [SHARDED, SHARDED | {"dtype": torch.bfloat16}], ids=["fp32", "bf16"])
+def test_a_checkpoint_in_several_files_is_compared_with_all_of_them(options, checkpoint_of, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(checkpoint_of("qwen3", tied=False), dtype=options.get("dtype", torch.float32))
+    model.save_pretrained(tmp_path, max_shard_size=options["max_shard_size"])
+    assert len(list(tmp_path.glob("*.safetensors"))) > 2
+    shards = {name: p.detach().float() for name, p in model.named_parameters()}
+    loaded = {name: p.dtype for name, p in model.named_parameters()}
+
+    def fresh() -> dict[str, Tensor]:
+        raise AssertionError("every name is in the files")
+
+    check_weights(shards, loaded, str(tmp_path), None, fresh)
+    name = "model.layers.1.mlp.down_proj.weight"
+    shards[name] = torch.randn_like(shards[name])
+    with pytest.raises(RuntimeError, match=rf"^1 of {len(shards)} weights are not those of model=.*{name}"):
+        check_weights(shards, loaded, str(tmp_path), None, fresh)
+
+
+def test_weights_that_the_files_call_otherwise_are_compared_with_another_load(checkpoint_of):
+    folder = str(checkpoint_of("qwen3"))
+    whole = {f"renamed.{name}": t for name, t in load_file(f"{folder}/model.safetensors").items()}
+    loaded = {name: t.dtype for name, t in whole.items()}
+    check_weights(whole, loaded, folder, None, lambda: {name: t.clone() for name, t in whole.items()})
+    with pytest.raises(RuntimeError, match="weights are not those of"):
+        check_weights(whole, loaded, folder, None, lambda: {name: t + 1 for name, t in whole.items()})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_run_with_a_parked_reference_is_the_run_without_resumed_or_not(ranks, run, moved, tmp_path):
+    script = Path(__file__).parent / "data" / "parked_reference.py"
+    whole = run(ranks, script=script)
+    output = tmp_path / "run"
+    shutil.copytree(whole / "checkpoints/step_2", output / "checkpoints/step_2")
+    shutil.copy(whole / "config.yaml", output)
+    resumed = run(ranks, output, script=script)
+    for before, here in ((0, whole), (2, resumed)):
+        for step, other in zip(steps(here), steps(moved)[before:], strict=True):
+            assert step["kl/ref_k3"] == pytest.approx(other["kl/ref_k3"], rel=1e-3, abs=1e-8)
+            assert {step[f"mem/{border}/reference_gib"] for border in ("generate", "score", "train", "sync")} == {0}
+            assert step["mem/train/policy_gib"] > 0
+    reference = tensors(whole / "checkpoints/step_2/reference")
+    assert all(torch.equal(reference[n], t) for n, t in policy(whole / "checkpoints/step_2").items())

@@ -21,13 +21,14 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
-from batch import Group, Prompt, to_episodes
+from batch import Episode, Group, Prompt, to_episodes
+from estimate import Estimate, Shape
 from losses import GRPOLoss
 from losses.advantages import credit
 from model import Model, ModelSource
-from parallel.exchange import everyone, from_each
+from parallel.exchange import everyone, from_each, in_order
 from parallel.launch import launch
-from parallel.memory import TrainingBytes, residency
+from parallel.memory import TrainingBytes, capacity, residency
 from parallel.placement import Placement
 from parallel.roles import ParallelismConfig, Plan, ServiceConfig, ServicesConfig
 from parallel.weights import stream_weights
@@ -88,7 +89,7 @@ class Job:
     def gap(self, groups: list[Group]) -> float:
         """Mean |engine's - policy's| log-prob of the sampled tokens."""
         episodes = to_episodes(groups, mask_truncated=False, old_from_sampler=False)
-        own = everyone(self.policy.logprobs(episodes), self.policy.grid, self.place)
+        own = in_order(self.policy.logprobs(episodes), self.policy.grid, self.place)
         return float(np.concatenate([np.abs(e.gen_logprobs - values) for e, values in zip(episodes, own, strict=True)]).mean())
 
 
@@ -287,7 +288,59 @@ def waking(place: Placement, *, model: str) -> None:
         assert taken.numel()
 
 
-RUNS = (engine, sync, tensor_parallel, exported, waking, first_step, moved)
+def budget(place: Placement, *, model: str) -> dict[str, Any]:
+    """Live bytes of every resident, and the peaks of training and scoring a full row, with what --plan says of each."""
+    training, source, shape = TrainingConfig(seq_len=4096), ModelSource(model), Shape.read(model, None)
+    assert shape is not None
+    plan = replace(place.plan, reference=place.plan.trainer)
+    told = Estimate(shape, plan, torch.bfloat16, torch.bfloat16, training.row_tokens, training.recompute)
+    live, found = torch.cuda.memory_allocated, {}
+
+    def spread(**options: Any) -> Model:
+        return Model(source, place.trainer, dtype="bfloat16", temperature=1.0, max_tokens=training.row_tokens, **options)
+
+    start = live()
+    policy = spread(trainable=True)
+    found["weights"] = live() - start
+    start = live()
+    reference = spread(trainable=False)
+    found["reference"] = live() - start
+    start = live()
+    idle = spread(trainable=False, parked=True)
+    parked = live() - start
+    trainer = Trainer(policy, training, GRPOLoss())
+    trainer._adamw.register_step_pre_hook(lambda *_: found.update(gradients=trainer.residents()["gradients"]))
+    draw = np.random.default_rng(0)
+    ones = np.ones(3840, np.float32)
+    episodes = [Episode(draw.integers(100, 40_000, 4096), 256, ones, draw.normal() * ones, group=i) for i in range(4)]
+    torch.cuda.reset_peak_memory_stats()
+    start = live()
+    scored = [model.logprobs(episodes) for model in (reference, idle)]
+    found["scoring"] = torch.cuda.max_memory_allocated() - start - found["reference"]
+    equal = all(np.array_equal(scored[0][i], scored[1][i]) for i in range(4))
+    start = live()
+    trainer.train(episodes, 0)
+    found["moments"] = live() - start
+    torch.cuda.reset_peak_memory_stats()
+    trainer.train(episodes, 1)
+    found["peak"] = torch.cuda.max_memory_allocated() - start
+    cfg, total = GeneratorConfig(gpu_memory_utilization=0.3, enforce_eager=True), capacity(place.device)
+    generator = Generator(source, cfg, place, dtype="bfloat16", seq_len=4096, seed=0, policy_bytes=policy.local_bytes)
+    generator.load(stream_weights(policy.shards(), place, generator.dtype), version=0)
+    found |= {f"engine_{name}": count for name, count in generator.residents().items()}
+    with generator.asleep(until_load=True):
+        asleep = generator.residents()
+    generator.load(stream_weights(policy.shards(), place, generator.dtype), version=1)
+    generator.close()
+    expected = {
+        "weights": told.weights, "reference": told.reference, "gradients": told.gradients, "scoring": told.scoring,
+        "moments": told.training.kept, "peak": told.training.peak, "engine_weights": told.engine_weights,
+        "engine_kv_cache": int(total * 0.3) - told.engine_weights,
+    }  # fmt: skip
+    return {"live": found, "told": expected, "parked": parked, "equal": equal, "asleep": asleep, "choice": generator._residency}
+
+
+RUNS = (engine, sync, tensor_parallel, exported, waking, first_step, moved, budget)
 
 
 def main() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.gpu.conftest import start
+from tests.gpu.conftest import scenario, start
 from tests.tiny import write_additions
 
 GIB = 2**30
@@ -107,3 +107,19 @@ def test_an_engine_that_cannot_wake_up_says_so(checkpoint_of, tmp_path, figures)
     message = failure(figures, free(), "tests/gpu/driver.py", str(tmp_path / "spec.json"), str(tmp_path / "report.json"))
     assert "out of GPU memory while waking the engine" in message and "generator.gpu_memory_utilization" in message
     assert "iB needed" in message and "GiB free" in message
+
+
+def test_the_bytes_that_a_plan_tells_are_those_of_live_tensors(shape_of, tmp_path, figures):
+    """Of the 0.6B shape, with rows of 16,384 tokens; the engine's cache is what vLLM's own buffers leave of its share."""
+    seen = scenario("budget", tmp_path, model=shape_of("qwen3_06b"))
+    live, told = seen["live"], seen["told"]
+    assert live.keys() == told.keys()
+    for name in told:
+        figures[f"{name}_gib"], figures[f"{name}_told_gib"] = round(live[name] / GIB, 3), round(told[name] / GIB, 3)
+    print(figures)
+    for name in ("weights", "reference", "gradients", "moments", "engine_weights", "peak"):
+        assert told[name] == pytest.approx(live[name], rel=0.1), name
+    assert live["scoring"] <= told["scoring"] and 0.8 * told["engine_kv_cache"] <= live["engine_kv_cache"] <= told["engine_kv_cache"]
+    assert seen["parked"] < 2**20 and seen["equal"]
+    kept = {"stays": 2, "drops its KV cache": 1, "sleeps": 0}[seen["choice"]]
+    assert sum(count > 0 for count in seen["asleep"].values()) == kept
