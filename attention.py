@@ -61,6 +61,7 @@ def per_length(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scaling: flo
 KERNELS = {("cuda", torch.bfloat16): flash, ("cuda", torch.float16): flash}
 
 
+@torch.compiler.disable  # kernels take lengths from the host; the rest of a block is compiled around it
 def packed_attention(
     module: nn.Module,
     query: Tensor,

@@ -21,6 +21,7 @@ from parallel.context import Context, from_all_ranks
 from parallel.memory import Remedy, explained
 from parallel.placement import Grid, device_of, holds, share
 from parallel.plans import parallelize
+from parallel.switches import ALL_OFF, Switches
 from parallel.weights import Bucket, blend
 
 Row = list[Episode]
@@ -154,12 +155,12 @@ class Model:
         temperature: float,
         max_tokens: int,
         trainable: bool,
-        recompute: bool = False,
+        switches: Switches = ALL_OFF,
     ):
         """Load the checkpoint and spread it. dtype: of the computation; a trainable model keeps its weights in fp32.
 
-        max_tokens: in one forward pass of one replica. recompute: activations are not kept for the backward pass but computed again.
-        Collective over `grid`.
+        max_tokens: in one forward pass of one replica. switches: of a trainable model; another takes what does not concern training.
+        Collective over `grid`. ValueError where the device cannot do what the switches ask for.
         """
         self.grid, self.max_tokens, self.source = grid, max_tokens, source
         self.dtype: torch.dtype = getattr(torch, dtype)
@@ -170,6 +171,8 @@ class Model:
         if not holds(grid):
             return
         self.device = device_of(grid)
+        switches = switches if trainable else switches.without_training
+        switches.check(self.device)
         lm = self.source.read_whole(AutoModelForCausalLM, dtype="auto", attn_implementation=attention.NAME)
         scales = {key: lm.config.to_dict().get(key, 1) for key in ("logits_scaling", "logit_scale")}
         if any(scale not in (1, None) for scale in scales.values()):
@@ -181,7 +184,7 @@ class Model:
         self._module = ResponseLogprobs(lm, temperature, grid)
         weights = torch.float32 if trainable else self.dtype
         with explained("loading the model", MORE_RANKS):
-            self.tp_partial = parallelize(self._module, lm, grid, self.device, weights=weights, compute=self.dtype, recompute=recompute)
+            self.tp_partial = parallelize(self._module, lm, grid, self.device, weights=weights, compute=self.dtype, switches=switches)
 
     @property
     def is_local(self) -> bool:
@@ -309,7 +312,7 @@ class Model:
         """
         if not self.is_local:
             return
-        weights = pipeline.whole_model(self.shards(), self.grid, lambda tensor: tensor.to(self.dtype))
+        weights = pipeline.whole_model(self.shards(), self.grid, lambda tensor: tensor.to(self.device, self.dtype))
         if self.grid.is_first:
             folder.mkdir(parents=True, exist_ok=True)
             config = self.local.lm.config

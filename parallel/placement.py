@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from parallel.switches import compute_deterministically
+
 
 @dataclass(kw_only=True)
 class ServiceConfig:
@@ -278,8 +280,13 @@ class Placement:
     reference_weights: dist.ProcessGroup | None  # the trainer's first rank and the reference's ranks that do not train
 
     @classmethod
-    def build(cls, plan: Plan, device: str, *, timeout: timedelta = timedelta(minutes=60)) -> "Placement":
-        """Start the world. device: auto, cpu or cuda. Collective: every rank makes every mesh and group, in this order."""
+    def build(cls, plan: Plan, device: str, *, deterministic: bool = False, timeout: timedelta = timedelta(minutes=60)) -> "Placement":
+        """Start the world. device: auto, cpu or cuda. Collective: every rank makes every mesh and group, in this order.
+
+        deterministic: torch's mode, for the whole process. CUDA starts here, and must find it set.
+        """
+        if deterministic:
+            compute_deterministically()
         device_type = _device_type(device)
         if "RANK" not in os.environ:  # started as a plain script: a world of one
             os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(_free_port()))

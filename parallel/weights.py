@@ -71,7 +71,7 @@ def _send(
     trains = holds(place.trainer)
     flat, sums = torch.empty(0), torch.empty(0)
     if trains:
-        full = [_full(shards[name].detach().to(dtype)) for name, _ in names]
+        full = [_full(shards[name].detach().to(place.device, dtype)) for name, _ in names]
         flat = torch.cat([t.reshape(-1) for t in full])
         sums = torch.stack([checksum(t) for t in full])
     if group is not None and dist.get_rank(group) >= 0:

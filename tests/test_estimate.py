@@ -12,6 +12,7 @@ import train_grpo
 from estimate import Estimate, Shape
 from parallel.memory import GIB
 from parallel.placement import ParallelismConfig, Plan, ServiceConfig, ServicesConfig
+from parallel.switches import ALL_OFF, Switches
 from tests.world import run_script
 
 SIZES = """
@@ -40,7 +41,7 @@ def estimate(model: str, world: int, **degrees: int) -> Estimate:
     plan = Plan.make(None, ParallelismConfig(**degrees), colocate=False, wants_reference=False, world_size=world)
     shape = Shape.read(model, None)
     assert shape is not None
-    return Estimate(shape, plan, torch.float32, torch.float32, row_tokens=64, recompute=False)
+    return Estimate(shape, plan, torch.float32, torch.float32, row_tokens=64, switches=ALL_OFF)
 
 
 @pytest.mark.parametrize(("world", "degrees"), [
@@ -81,12 +82,12 @@ def test_what_will_not_fit_a_gpu_is_told_with_the_keys_to_change():
 
     def told(services: ServicesConfig | None, world: int, **options: Any) -> list[str]:
         plan = Plan.make(services, ParallelismConfig(), colocate=False, wants_reference=False, world_size=world)
-        sizes: dict[str, Any] = {"row_tokens": 16384, "recompute": False} | options
+        sizes: dict[str, Any] = {"row_tokens": 16384, "switches": ALL_OFF} | options
         return Estimate(shape, plan, torch.bfloat16, torch.bfloat16, **sizes).warnings(80 * GIB, 0.5)
 
     apart = ServicesConfig(trainer=ServiceConfig(procs=8), generator=ServiceConfig())
     assert any("generator.gpu_memory_utilization" in line for line in told(None, 1))
     assert any("training.max_tokens_per_batch" in line for line in told(None, 1))
     assert any("activation_checkpointing" in line for line in told(apart, 9))
-    assert told(apart, 9, recompute=True) == []
+    assert told(apart, 9, switches=Switches("full")) == []
 
