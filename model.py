@@ -172,7 +172,7 @@ class Model:
             return
         self.device = device_of(grid)
         switches = switches if trainable else switches.without_training
-        switches.check(self.device)
+        switches.check(self.device, grid.tp)
         lm = self.source.read_whole(AutoModelForCausalLM, dtype="auto", attn_implementation=attention.NAME)
         scales = {key: lm.config.to_dict().get(key, 1) for key in ("logits_scaling", "logit_scale")}
         if any(scale not in (1, None) for scale in scales.values()):

@@ -44,12 +44,17 @@ class Switches:
         """As `fully_shard` takes it."""
         return CPUOffloadPolicy() if self.offload == "parameters" else OffloadPolicy()
 
-    def check(self, device: torch.device) -> None:
-        """ValueError where `device` cannot do what is asked for; to be called before weights are read."""
+    def check(self, device: torch.device, tp: int) -> None:
+        """ValueError where `device` or `tp` ranks a layer cannot do what is asked for; to be called before weights are read."""
         if self.offload != "none" and device.type == "cpu":
             raise ValueError(
                 f"training.cpu_offload={self.offload} on a CPU: everything is in host memory already; set training.cpu_offload: none, or "
                 f"device: cuda"
+            )
+        if self.compiled and tp > 1:
+            raise ValueError(
+                f"training.compile=true with parallelism.tensor_parallel_degree={tp}: torch does not compile "
+                f"layers cut over ranks for rows of any length; set training.compile: false, or the degree to 1"
             )
         if self.compiled:
             _check_compiler(device)
@@ -58,8 +63,10 @@ class Switches:
         """Wrap the forward of a transformer block, in place, before `fully_shard`, whose hooks then stay outside."""
         forward: Any = block.forward
         if self.compiled:
-            # Sizes are symbols, so that rows of any length share graphs. Fused bf16 is rounded where eager bf16 is.
-            forward = torch.compile(forward, dynamic=True, options={"emulate_precision_casts": True})
+            # Sizes are symbols, so that rows of any length share graphs. Fused bf16 is rounded where eager bf16 is, and a kernel's shape
+            # is not chosen by timing where that would change sums.
+            options: dict[str, Any] = {"emulate_precision_casts": True, "deterministic": torch.are_deterministic_algorithms_enabled()}
+            forward = torch.compile(forward, dynamic=True, options=options)
         if self.activations != "none":
             keeps: dict[str, Any] = {"context_fn": _selective} if self.activations == "selective" else {}
             forward = functools.partial(checkpoint, forward, use_reentrant=False, **keeps)

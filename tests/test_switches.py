@@ -211,6 +211,56 @@ def test_deterministic_mode_needs_seeds_for_samples():
         check_repeatable(GRPOConfig(seeded_sampling="never"), TrainingConfig(deterministic=True))
 
 
+OVER_RANKS = """
+import json, sys
+import torch
+from losses import GRPOLoss
+from model import Model, ModelSource
+from parallel.launch import launch
+from parallel.placement import ParallelismConfig, Placement, Plan
+from tests.steps import some_episodes
+from trainer import Trainer, TrainingConfig
+
+def main():
+    model, degrees, switches, report = sys.argv[1], json.loads(sys.argv[2]), json.loads(sys.argv[3]), sys.argv[4]
+    plan = Plan.make(None, ParallelismConfig(**degrees), colocate=False, wants_reference=False, world_size=2)
+    place = Placement.build(plan, "cpu")
+    found = []
+    for keys in switches:
+        cfg = TrainingConfig(dtype="float32", learning_rate=1e-3, adam_eps=1e-4, **keys)
+        options = {"dtype": "float32", "temperature": 1.0, "max_tokens": 64, "switches": cfg.switches}
+        trainer = Trainer(Model(ModelSource(model), place.trainer, trainable=True, **options), cfg, GRPOLoss(beta=0.1))
+        for step in range(2):
+            trainer.update(some_episodes(5, seed=step), step)
+        found.append({name: p.detach().full_tensor() for name, p in trainer.model.shards().items()})
+    if place.is_root:
+        torch.save(found, report)
+
+launch(main)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("degrees", [{}, {"tensor_parallel_degree": 2}, {"context_parallel_degree": 2}])
+def test_on_two_ranks_the_switches_change_no_weight_either(degrees, tiny_qwen3, tmp_path):
+    (tmp_path / "ranks.py").write_text(OVER_RANKS)
+    exact: list[dict[str, Any]] = [{"activation_checkpointing": kind} for kind in CHECKPOINTING]
+    rounded = [] if "tensor_parallel_degree" in degrees else [{"compile": True}]
+    arguments = [json.dumps(degrees), json.dumps(exact + rounded), str(tmp_path / "weights.pt")]
+    run_script(2, tmp_path / "ranks.py", str(tiny_qwen3), *arguments)
+    want, *got = torch.load(tmp_path / "weights.pt")
+    for found in got[: len(exact) - 1]:
+        assert_same_bits(found, want)
+    for found in got[len(exact) - 1 :]:
+        for name, weight in want.items():
+            assert_close(found[name], weight, rtol=1e-5, atol=1e-5)
+
+
+def test_compiled_layers_that_are_cut_over_ranks_are_refused():
+    with pytest.raises(ValueError, match="training.compile=true with parallelism.tensor_parallel_degree=2"):
+        Switches(compiled=True).check(torch.device("cpu"), tp=2)
+
+
 BESIDE_AN_ENGINE = """
 import json, sys
 import torch
