@@ -197,10 +197,10 @@ class Trainer:
     def _step(self, step: int) -> dict[str, float]:
         for p in self.model.tp_partial:
             if p.grad is not None:
-                dist.all_reduce(_local(p.grad), group=self.model.grid.group("tp"))
+                self._add_up(p.grad, self.model.grid.group("tp"))
         if self._tied is not None:
             assert self._tied.grad is not None, "embedding and head are both in the loss"
-            dist.all_reduce(_local(self._tied.grad), group=self.model.grid.tied)
+            self._add_up(self._tied.grad, self.model.grid.tied)
         norms = self._norms({name: p.grad for name, p in self._parameters.items() if p.grad is not None})
         norm = norms.pop("all")
         if not math.isfinite(norm):
@@ -224,6 +224,13 @@ class Trainer:
         moved /= self._norms(self._parameters)["all"]
         by_group = {f"grad/norm_{group}": value for group, value in norms.items() if group in self._present}
         return {"grad/norm": norm, "grad/clipped": float(clipped), "optim/lr": lr, "optim/update_to_weight": moved} | by_group
+
+    def _add_up(self, gradient: Tensor, group: dist.ProcessGroup | None) -> None:
+        """In place, over the group's ranks; by way of the device, where the group has its links, if it is on the host."""
+        local = _local(gradient)
+        total = local.to(self.model.device)
+        dist.all_reduce(total, group=group)
+        local.copy_(total)
 
     def _last_move(self, p: Tensor, lr: float) -> Tensor:
         """The step AdamW has just taken, from its moments (weight decay left out); this rank's shard."""

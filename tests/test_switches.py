@@ -217,6 +217,7 @@ import torch
 from losses import GRPOLoss
 from model import Model, ModelSource
 from parallel.launch import launch
+from parallel.pipeline import whole_model
 from parallel.placement import ParallelismConfig, Placement, Plan
 from tests.steps import some_episodes
 from trainer import Trainer, TrainingConfig
@@ -232,7 +233,7 @@ def main():
         trainer = Trainer(Model(ModelSource(model), place.trainer, trainable=True, **options), cfg, GRPOLoss(beta=0.1))
         for step in range(2):
             trainer.update(some_episodes(5, seed=step), step)
-        found.append({name: p.detach().full_tensor() for name, p in trainer.model.shards().items()})
+        found.append(whole_model(trainer.model.shards(), place.trainer, lambda tensor: tensor))
     if place.is_root:
         torch.save(found, report)
 
@@ -241,7 +242,7 @@ launch(main)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("degrees", [{}, {"tensor_parallel_degree": 2}, {"context_parallel_degree": 2}])
+@pytest.mark.parametrize("degrees", [{}, {"tensor_parallel_degree": 2}, {"context_parallel_degree": 2}, {"pipeline_parallel_degree": 2}])
 def test_on_two_ranks_the_switches_change_no_weight_either(degrees, tiny_qwen3, tmp_path):
     (tmp_path / "ranks.py").write_text(OVER_RANKS)
     exact: list[dict[str, Any]] = [{"activation_checkpointing": kind} for kind in CHECKPOINTING]
