@@ -161,6 +161,7 @@ def _per_key_head(left: Tensor, right: Tensor, kv_heads: int) -> Tensor:
 KERNELS = {("cuda", torch.bfloat16): flash, ("cuda", torch.float16): flash}
 
 
+@torch.compiler.disable  # kernels take lengths from the host; the rest of a block is compiled around it
 def packed_attention(
     module: nn.Module,
     query: Tensor,

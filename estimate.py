@@ -12,6 +12,7 @@ from parallel.memory import GIB, Residency, TrainingBytes, choose, parks, traini
 from parallel.pipeline import bounds
 from parallel.plans import PLANS
 from parallel.roles import Plan, RolePlan, span
+from parallel.switches import Switches
 from parallel.weights import MOST_BYTES, ON_THE_WAY
 
 
@@ -70,7 +71,7 @@ class Estimate:
     dtype: torch.dtype  # of the trainer's computation and of the reference
     engine_dtype: torch.dtype
     row_tokens: int
-    recompute: bool
+    switches: Switches
 
     @property
     def training(self) -> TrainingBytes:
@@ -78,13 +79,17 @@ class Estimate:
         role, s = self.plan.trainer, self.shape
         tokens = -(-self.row_tokens // role.cp)
         widths: dict[str, Any] = {"hidden": s.hidden, "intermediate": s.intermediate // role.tp, "heads": s.heads // role.tp}
-        options: dict[str, Any] = {"layers": s.layers, "tokens": tokens, "itemsize": self.dtype.itemsize, "recompute": self.recompute}
+        options: dict[str, Any] = {"layers": s.layers, "tokens": tokens, "itemsize": self.dtype.itemsize, "switches": self.switches}
         return training_bytes(self.weights, **widths, **options)
 
     @property
     def weights(self) -> int:
         """Of the policy, in float32."""
         return 4 * self.shape.parameters(self.plan.trainer)
+
+    @property
+    def weights_on_device(self) -> int:
+        return 0 if self.switches.offload == "parameters" else self.weights
 
     @property
     def engine_weights(self) -> int:
@@ -164,11 +169,13 @@ class Estimate:
         training, sequence = self.training, seq_len * self.kv_per_token
         lines = [
             f"bytes per rank, {(self.shape.cut + self.shape.whole) / 1e9:.2f} billion parameters",
-            f"  trainer     weights {_gib(self.weights)}, moments {_gib(training.kept)}, and at most {_gib(training.peak - training.kept)} "
-            f"more in a pass of {self.row_tokens} tokens, {_gib(self.gradients)} of it gradients",
+            f"  trainer     weights {_gib(self.weights_on_device)}, moments {_gib(training.kept)}, and at most "
+            f"{_gib(training.peak - training.kept)} more in a pass of {self.row_tokens} tokens, {_gib(self.gradients)} of it gradients",
             f"  a pass      {self.row_tokens} tokens, {max(self.row_tokens // seq_len, 1)} sequences of {seq_len}, on each of "
             f"{self.plan.trainer.num_replicas} replicas",
         ]
+        if host := {"none": 0, "optimizer": 2, "parameters": 4}[self.switches.offload] * self.weights:
+            lines.append(f"  trainer     in host memory {_gib(host)}")
         if self.plan.reference is not None:
             where = ", in host memory while idle" if self.parks_reference(total, share) else ""
             where = " on the CPU" if self.plan.reference.on_cpu else where
@@ -188,16 +195,16 @@ class Estimate:
 
     def warnings(self, total: int, share: float) -> list[str]:
         """What will not fit a GPU of `total` bytes of which the engine takes `share`, where trainer and engine share it."""
-        engine, kept = int(total * share), self.weights + self.training.kept
+        engine, kept = int(total * share), self.weights_on_device + self.training.kept
         found = []
         if set(self.plan.trainer.ranks) & set(self.plan.generator.ranks) and engine + kept > total:
             found.append(
                 f"warning: the engine's share of {_gib(engine)} and the policy's weights and moments of {_gib(kept)} exceed the GPU's "
                 f"{_gib(total)}: lower generator.gpu_memory_utilization or raise the trainer's ranks"
             )
-        if self.weights + self.training.peak > total:
+        if self.weights_on_device + self.training.peak > total:
             found.append(
-                f"warning: training takes up to {_gib(self.weights + self.training.peak)} of the GPU's {_gib(total)}: lower "
+                f"warning: training takes up to {_gib(self.weights_on_device + self.training.peak)} of the GPU's {_gib(total)}: lower "
                 f"training.max_tokens_per_batch, set training.activation_checkpointing: full, or raise the trainer's ranks"
             )
         awake = self.on_one_gpu("trainer", "generator") * engine

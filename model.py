@@ -24,6 +24,7 @@ from parallel.memory import Parked, Remedy, explained, live_bytes
 from parallel.names import to_checkpoint
 from parallel.placement import Grid, device_of, holds, share
 from parallel.plans import parallelize, reshard
+from parallel.switches import ALL_OFF, Switches
 from parallel.weights import Bucket, blend
 
 Row = list[Episode]
@@ -157,13 +158,14 @@ class Model:
         temperature: float,
         max_tokens: int,
         trainable: bool,
-        recompute: bool = False,
+        switches: Switches = ALL_OFF,
         parked: bool = False,
     ):
         """Load the checkpoint, spread it and compare it with its files. dtype: of the computation; a trainable model keeps fp32 weights.
 
-        max_tokens: in one forward pass of one replica. recompute: activations are not kept for the backward pass but computed again.
-        parked: the weights are in the host's memory while they are not used. Collective over `grid`.
+        max_tokens: in one forward pass of one replica. switches: of a trainable model; another takes what does not concern training.
+        parked: the weights are in the host's memory while they are not used. Collective over `grid`. ValueError where the device cannot do
+        what the switches ask for.
         """
         self.grid, self.max_tokens, self.source = grid, max_tokens, source
         self.dtype: torch.dtype = getattr(torch, dtype)
@@ -176,6 +178,8 @@ class Model:
         if not holds(grid):
             return
         self.device = device_of(grid)
+        switches = switches if trainable else switches.without_training
+        switches.check(self.device, grid.tp)
         lm = self.source.read_whole(AutoModelForCausalLM, dtype="auto", attn_implementation=attention.NAME, experts_implementation=EXPERTS)
         scales = {key: lm.config.to_dict().get(key, 1) for key in ("logits_scaling", "logit_scale")}
         if any(scale not in (1, None) for scale in scales.values()):
@@ -188,7 +192,7 @@ class Model:
         weights = torch.float32 if trainable else self.dtype
         self._loaded = {name: p.dtype for name, p in lm.named_parameters()}
         with explained("loading the model", MORE_RANKS):
-            self.tp_partial = parallelize(self._module, lm, grid, self.device, weights=weights, compute=self.dtype, recompute=recompute)
+            self.tp_partial = parallelize(self._module, lm, grid, self.device, weights=weights, compute=self.dtype, switches=switches)
         self.check_weights()
         if parked:
             self._parked = Parked(self.shards().values())
@@ -341,7 +345,7 @@ class Model:
         """
         if not self.is_local:
             return
-        weights = pipeline.whole_model(self.shards(), self.grid, lambda tensor: tensor.to(self.dtype))
+        weights = pipeline.whole_model(self.shards(), self.grid, lambda tensor: tensor.to(self.device, self.dtype))
         if self.grid.is_first:
             folder.mkdir(parents=True, exist_ok=True)
             config = self.local.lm.config

@@ -197,12 +197,22 @@ def arguments() -> list[str]:
     return [a for a in sys.argv[1:] if a.partition("=")[0] != PLAN]
 
 
+def check_repeatable(grpo: GRPOConfig, training: TrainingConfig) -> None:
+    """ValueError where two runs could differ that were asked to be equal."""
+    if training.deterministic and grpo.seeded_sampling == "never":
+        raise ValueError(
+            "grpo.seeded_sampling=never with training.deterministic=true: samples without seeds of their own need not be the same twice; "
+            "set grpo.seeded_sampling to auto or always"
+        )
+
+
 def plan_grpo(loss: Any, cfg: Any) -> Plan | None:
     """Who does what; None when --plan asked to print that and no more.
 
     ValueError when the roles do not fit the ranks that torchrun started, or the loss lacks its reference.
     """
     grpo, training, services, colocate = cfg.grpo, cfg.training, cfg.services, cfg.colocate
+    check_repeatable(grpo, training)
     needs = requires_reference(loss) or grpo.kl_in_reward > 0
     if services is not None and services.ref_model is None and needs and not colocate:
         raise ValueError(
@@ -239,7 +249,7 @@ def estimate_of(cfg: Any, plan: Plan) -> Estimate | None:
         return None
     training, engine = cfg.training, cfg.generator.dtype or cfg.training.dtype
     dtypes = (getattr(torch, training.dtype), getattr(torch, engine))
-    return Estimate(shape, plan, *dtypes, training.row_tokens, training.recompute)
+    return Estimate(shape, plan, *dtypes, training.row_tokens, training.switches)
 
 
 def parks_reference(cfg: Any, place: Placement) -> bool:
@@ -307,7 +317,7 @@ def make_plan(
 
 # What may differ between a run and its continuation: how far and where it runs, and what it writes.
 FREE_KEYS = {"resume", "output", "device", "services", "colocate", "parallelism", "generator", "eval", "checkpoint", "metrics"}
-FREE_KEYS |= {"training.steps", "training.max_tokens_per_batch"}
+FREE_KEYS |= {f"training.{key}" for key in ("steps", "max_tokens_per_batch", "activation_checkpointing", "compile", "cpu_offload")}
 
 
 def check_same_run(output: Path, before: dict, now: dict) -> None:

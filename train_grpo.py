@@ -62,7 +62,7 @@ def main() -> None:
     plan = startup.plan_grpo(loss, cfg)
     if plan is not None:  # None: --plan has printed it, which needs neither data nor rewards
         dataset, scorer = startup.required_dataset(cfg.dataset), Scorer(cfg.rewards)
-        place = Placement.build(plan, cfg.device)
+        place = Placement.build(plan, cfg.device, deterministic=cfg.training.deterministic)
         train(cfg, place, startup.open_run(cfg, place, loss), dataset, loss, advantage, scorer)
 
 
@@ -70,10 +70,11 @@ def handles(cfg: Config, place: Placement, source: ModelSource, loss: Any) -> tu
     """Policy and reference compute log-probs at the sampling temperature; off-policy data carries truncated importance weights."""
     training, grpo = cfg.training, cfg.grpo
     spread = partial(Model, source, dtype=training.dtype, temperature=grpo.temperature, max_tokens=training.row_tokens)
-    policy = spread(place.trainer, trainable=True, recompute=training.recompute)
-    reference = spread(place.reference, trainable=False, parked=startup.parks_reference(cfg, place)) if place.reference else None
+    policy = spread(place.trainer, trainable=True, switches=training.switches)
+    parked = place.reference is not None and startup.parks_reference(cfg, place)
+    reference = spread(place.reference, trainable=False, switches=training.switches, parked=parked) if place.reference else None
     trainer = Trainer(policy, training, loss, correction=grpo.corrected(training), top_entropy=grpo.top_entropy)
-    limits = (training.dtype, training.seq_len, training.row_tokens, training.recompute)
+    limits = (training.dtype, training.seq_len, training.row_tokens, training.switches)
     return policy, reference, trainer, Generator(source, cfg.generator, place, *limits, seed=cfg.seed, policy_bytes=policy.local_bytes)
 
 

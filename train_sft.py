@@ -53,7 +53,7 @@ def main() -> None:
     cfg = config.load(Config, arguments())
     plan = make_plan(None, cfg.parallelism, model=cfg.model, colocate=True, wants_reference=False)
     if plan is not None:  # None: --plan has printed it
-        place = Placement.build(plan, cfg.device)
+        place = Placement.build(plan, cfg.device, deterministic=cfg.training.deterministic)
         train(cfg, place, open_run(cfg, place))
 
 
@@ -65,7 +65,7 @@ def train(cfg: Config, place: Placement, output: Path) -> None:
         cfg.dataset, tokenizer, seed=cfg.seed, max_prompt_tokens=training.seq_len - 1, epochs=training.passes,
         position=saved.position, target=str.strip,
     )
-    spread = partial(Model, source, place.trainer, trainable=True, recompute=training.recompute)
+    spread = partial(Model, source, place.trainer, trainable=True, switches=training.switches)
     policy = spread(dtype=training.dtype, temperature=1.0, max_tokens=training.row_tokens)
     trainer = Trainer(policy, training, NLLLoss())
     checkpoint.restore(saved, trainer, place)

@@ -20,6 +20,7 @@ from model import Model
 from objective import Correction, Objective
 from parallel.memory import explained, live_bytes
 from parallel.pipeline import from_all_stages, from_last_stage
+from parallel.switches import Switches, blank_state, blank_state_on_host, step_by_parts, whole_step
 
 
 @dataclass(kw_only=True)
@@ -30,7 +31,10 @@ class TrainingConfig:
     max_tokens_per_batch: int | None = None  # tokens in one forward pass of one replica; null: 16384, or seq_len if that is more
     seq_len: int = 4096  # tokens of prompt and response together, at most
     dtype: Literal["bfloat16", "float32"] = "bfloat16"  # of computation; the master weights are float32 in either case
-    activation_checkpointing: Literal["none", "full"] = "none"  # full: keep a block's inputs only and compute the rest again; saves memory
+    activation_checkpointing: Literal["none", "selective", "full"] = "none"  # keep all; matrix products and attention; a block's input only
+    compile: bool = False  # true: torch.compile of each block but its attention; needs a C++ compiler
+    cpu_offload: Literal["none", "optimizer", "parameters"] = "none"  # in host memory: AdamW's moments; weights and gradients as well
+    deterministic: bool = False  # true: torch's deterministic mode; two runs are equal bit for bit on a GPU too
     learning_rate: float = 1e-6  # peak of the schedule
     schedule: Literal["constant", "linear", "cosine"] = "constant"  # after the warm-up; linear and cosine fall to 0 at training.steps
     warmup_steps: int = 0  # steps over which the learning rate rises from 0
@@ -59,6 +63,11 @@ class TrainingConfig:
             )
         if not 0 < self.ref_update_mix <= 1:
             raise ValueError(f"ref_update_mix={self.ref_update_mix}: must be above 0 and at most 1, which is the policy itself")
+        if self.compile and self.activation_checkpointing == "selective":
+            raise ValueError(
+                "activation_checkpointing=selective with compile=true: a compiled block chooses itself what it keeps, much the same; set "
+                "activation_checkpointing to none, or to full to keep less"
+            )
         for key in ("learning_rate", "warmup_steps", "ref_update_interval", "weight_decay", "max_grad_norm", "entropy_coef"):
             if vars(self)[key] < 0:
                 raise ValueError(f"{key}={vars(self)[key]}: must be 0 or more")
@@ -81,8 +90,8 @@ class TrainingConfig:
         return 1 if self.steps is None else None
 
     @property
-    def recompute(self) -> bool:
-        return self.activation_checkpointing == "full"
+    def switches(self) -> Switches:
+        return Switches(self.activation_checkpointing, self.compile, self.cpu_offload)
 
     @property
     def row_tokens(self) -> int:
@@ -120,6 +129,10 @@ class Trainer:
             lr=cfg.learning_rate, betas=(cfg.adam_beta1, cfg.adam_beta2), eps=cfg.adam_eps, fused=True,
         )
         self._adamw.zero_grad()
+        self._take_step = whole_step
+        if cfg.cpu_offload == "optimizer":
+            self._take_step = step_by_parts
+            self._adamw.state.update((p, blank_state_on_host(p)) for p in self._parameters.values())
 
     def train(self, episodes: list[Episode], step: int) -> dict[str, float]:
         """A rollout's optimizer steps: its groups are split, in order, into `updates_per_rollout` parts. Collective over the mesh.
@@ -184,10 +197,10 @@ class Trainer:
     def _step(self, step: int) -> dict[str, float]:
         for p in self.model.tp_partial:
             if p.grad is not None:
-                dist.all_reduce(_local(p.grad), group=self.model.grid.group("tp"))
+                self._add_up(p.grad, self.model.grid.group("tp"))
         if self._tied is not None:
             assert self._tied.grad is not None, "embedding and head are both in the loss"
-            dist.all_reduce(_local(self._tied.grad), group=self.model.grid.tied)
+            self._add_up(self._tied.grad, self.model.grid.tied)
         norms = self._norms({name: p.grad for name, p in self._parameters.items() if p.grad is not None})
         norm = norms.pop("all")
         if not math.isfinite(norm):
@@ -201,13 +214,23 @@ class Trainer:
         lr = lr_at(step, self.cfg)
         for group in self._adamw.param_groups:
             group["lr"] = lr
-        self._adamw.step()
-        self._adamw.zero_grad()
         self.updates += 1
-        moved = self._norms({name: self._last_move(p, lr) for name, p in self._parameters.items()})["all"]
+        names = {p: name for name, p in self._parameters.items()}
+        moves: dict[str, Tensor] = {}
+        for part in self._take_step(self._adamw):
+            moves |= {names[p]: self._last_move(p, lr).norm(dtype=torch.float32) for p in part}
+        self._adamw.zero_grad()
+        moved = self._norms(moves)["all"]
         moved /= self._norms(self._parameters)["all"]
         by_group = {f"grad/norm_{group}": value for group, value in norms.items() if group in self._present}
         return {"grad/norm": norm, "grad/clipped": float(clipped), "optim/lr": lr, "optim/update_to_weight": moved} | by_group
+
+    def _add_up(self, gradient: Tensor, group: dist.ProcessGroup | None) -> None:
+        """In place, over the group's ranks; by way of the device, where the group has its links, if it is on the host."""
+        local = _local(gradient)
+        total = local.to(self.model.device)
+        dist.all_reduce(total, group=group)
+        local.copy_(total)
 
     def _last_move(self, p: Tensor, lr: float) -> Tensor:
         """The step AdamW has just taken, from its moments (weight decay left out); this rank's shard."""
@@ -274,8 +297,7 @@ class Trainer:
         for name, p in self._parameters.items():
             moments = self._adamw.state[p]
             if not moments:
-                moments["step"] = torch.tensor(0.0, device=self.model.device)
-                moments |= {kind: torch.zeros_like(p) for kind in ("exp_avg", "exp_avg_sq")}
+                moments |= blank_state(p)
             state |= {f"weight/{name}": p.detach()} | {f"{kind}/{name}": moments[kind] for kind in ("exp_avg", "exp_avg_sq")}
         return state
 

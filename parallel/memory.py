@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from parallel.switches import ALL_OFF, Switches
+
 log = logging.getLogger(__name__)
 
 GIB = 2**30
@@ -102,24 +104,28 @@ def live_bytes(tensors: Iterable[Tensor], device: torch.device) -> int:
 class TrainingBytes(NamedTuple):
     """What the trainer will take on one GPU beside its weights."""
 
-    kept: int  # from step to step: AdamW's moments
+    kept: int  # from step to step: AdamW's moments, where they are not on the host
     peak: int  # at most, `kept` included
 
 
 def training_bytes(
-    weights: int, *, hidden: int, intermediate: int, heads: int, layers: int, tokens: int, itemsize: int, recompute: bool = False
+    weights: int, *, hidden: int, intermediate: int, heads: int, layers: int, tokens: int, itemsize: int, switches: Switches = ALL_OFF
 ) -> TrainingBytes:
     """For `weights` bytes of fp32 shards and rows of `tokens`, before anything was trained. heads: width of q, k and v together;
     itemsize: bytes of a number of the computation's dtype.
 
     Two moments and gradients are 3 x `weights`, the weights gathered in the computation's dtype at most itemsize / 4 as much again.
     Activations of one row without checkpointing, in vectors a token and layer of transformers' eager blocks: about 10 of the hidden, 4
-    of the intermediate and 3 of the heads' width (docs/results.md compares bf16 with what was measured). With recompute: each layer's
-    input, and all of one layer. The head's chunks: 2 GiB.
+    of the intermediate and 3 of the heads' width (docs/results.md compares bf16 with what was measured). With `selective`: the input, q, k,
+    v, attention and three products of each layer, with `full` its input, and all of one layer. What a compiled block saves is not
+    counted. The head's chunks, and with offload to the host the moments of a part of the weights: 2 GiB.
     """
     of_layer = 10 * hidden + 4 * intermediate + 3 * heads
-    activations = itemsize * tokens * (layers * hidden + of_layer if recompute else layers * of_layer)
-    return TrainingBytes(2 * weights, 3 * weights + weights * itemsize // 4 + activations + 2 * GIB)
+    kept = {"none": of_layer, "selective": 3 * hidden + 2 * intermediate + 2 * heads, "full": hidden}[switches.activations]
+    activations = itemsize * tokens * (layers * kept + (of_layer if switches.activations != "none" else 0))
+    moments = 2 * weights if switches.offload == "none" else 0
+    gradients = weights if switches.offload != "parameters" else 0
+    return TrainingBytes(moments, moments + gradients + weights * itemsize // 4 + activations + 2 * GIB)
 
 
 def residency(device: torch.device, needed: TrainingBytes, kv_cache: int) -> Residency:

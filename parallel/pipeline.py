@@ -100,7 +100,7 @@ def whole_model(shards: dict[str, Tensor], grid: Grid, convert: Callable[[Tensor
             if stage > 0 and dist.get_rank() in grid.ends(stage):
                 source, first = grid.ends(stage)
                 if full is None:
-                    full = torch.empty(shape, dtype=dtype, device=shards[next(iter(shards))].device)
+                    full = torch.empty(shape, dtype=dtype, device=convert(shards[next(iter(shards))].new_empty(0)).device)
                     dist.recv(full, src=source, group=grid.group("pp"))
                 else:
                     dist.send(full.contiguous(), dst=first, group=grid.group("pp"))

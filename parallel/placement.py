@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from parallel.roles import Plan, RolePlan
 from parallel.routes import Route, make_routes
+from parallel.switches import compute_deterministically
 
 
 class Grid:
@@ -93,8 +94,13 @@ class Placement:
     reference_weights: list[Route]  # and to the reference
 
     @classmethod
-    def build(cls, plan: Plan, device: str, *, timeout: timedelta = timedelta(minutes=60)) -> "Placement":
-        """Start the world. device: auto, cpu or cuda. Collective: every rank makes every mesh and group, in this order."""
+    def build(cls, plan: Plan, device: str, *, deterministic: bool = False, timeout: timedelta = timedelta(minutes=60)) -> "Placement":
+        """Start the world. device: auto, cpu or cuda. Collective: every rank makes every mesh and group, in this order.
+
+        deterministic: torch's mode, for the whole process. CUDA starts here, and must find it set.
+        """
+        if deterministic:
+            compute_deterministically()
         device_type = _device_type(device)
         if "RANK" not in os.environ:  # started as a plain script: a world of one
             os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(_free_port()))

@@ -1,6 +1,5 @@
 """How each model family is split: which modules FSDP wraps, and how tensor parallelism cuts their linears."""
 
-import functools
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,12 +8,12 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, PrepareModuleInput, RowwiseParallel, parallelize_module
-from torch.utils.checkpoint import checkpoint
 
 from parallel.experts import DealExperts
 from parallel.names import check_names
 from parallel.pipeline import Passing, bounds
 from parallel.placement import Grid
+from parallel.switches import ALL_OFF, Switches
 
 
 @dataclass(frozen=True)
@@ -105,13 +104,13 @@ def parallelize(
     *,
     weights: torch.dtype,
     compute: torch.dtype,
-    recompute: bool = False,
+    switches: Switches = ALL_OFF,
 ) -> list[nn.Parameter]:
     """Leave this rank's stage of `model`, cut it along "tp", then shard it along the other axes.
 
     In place, block by block, so that one full block at a time is on the device.
     root: the module whose forward uses `model`; it gathers what is in no block. weights: dtype of the sharded parameters;
-    compute: of the forward and backward passes. recompute: a block keeps its inputs only, and is computed again in the backward pass.
+    compute: of the forward and backward passes. switches: what a block keeps and where its shards live.
     Returns the parameters whose gradients must be summed over "tp": those that are not cut, since each rank has seen a part of the tokens,
     of the heads (q_norm) or of the vocabulary.
     What `parallel.fit.check_model` refuses must not come here.
@@ -124,13 +123,14 @@ def parallelize(
         block.to(device=device, dtype=weights)
         if tp > 1:
             parallelize_module(block, grid.weights["tp"], plan.styles(block), src_data_rank=None)
-        if recompute:
-            block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
-        fully_shard(block, mesh=grid.fsdp, mp_policy=precision)
-    root.to(device=device)
+        switches.prepare(block)
+        fully_shard(block, mesh=grid.fsdp, mp_policy=precision, offload_policy=switches.offload_policy)
+    for buffer in root.buffers():
+        buffer.data = buffer.data.to(device)
     for parameter in root.parameters():
-        parameter.data = parameter.data.to(weights)
-    fully_shard(root, mesh=grid.fsdp, mp_policy=precision, reshard_after_forward=False)
+        if not isinstance(parameter, DTensor):  # a block's shards are where they belong
+            parameter.data = parameter.data.to(device, weights)
+    fully_shard(root, mesh=grid.fsdp, mp_policy=precision, offload_policy=switches.offload_policy, reshard_after_forward=False)
     return [p for p in root.parameters() if "tp" not in _axes(p)] if tp > 1 else []
 
 

@@ -8,11 +8,12 @@ import gc
 import os
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
+import torch._dynamo
 from torch import nn
 from transformers import AutoConfig
 
@@ -22,6 +23,7 @@ from parallel import memory
 from parallel.memory import Remedy, Residency, allocated, capacity, empty_cache, explained, residency, training_bytes
 from parallel.placement import Grid, Placement, holds, share, shares_ranks
 from parallel.sub_world import OwnRandomState, sub_world
+from parallel.switches import ALL_OFF, Switches
 from parallel.weights import Bucket
 from rollout.experts import check_engine, check_tile, keep_experts
 from rollout.loading import Loader
@@ -57,14 +59,14 @@ class Generator:
         dtype: str,
         seq_len: int,
         row_tokens: int = 16384,
-        recompute: bool = False,
+        switches: Switches = ALL_OFF,
         *,
         seed: int,
         policy_bytes: int | None = None,
     ):
         """Start the engine with weights still to be loaded. Collective over each replica.
 
-        dtype: of the trainer's computation; row_tokens: of its forward pass; recompute: it keeps no activations; policy_bytes: of the
+        dtype: of the trainer's computation; row_tokens: of its forward pass; switches: its own; policy_bytes: of the
         policy's shards on this rank, None: all that lives on the GPU, a reference included. Where the trainer shares the GPU they
         decide whether the engine must make room.
         """
@@ -108,7 +110,7 @@ class Generator:
         if self._sleeps:
             weights = before if policy_bytes is None else policy_bytes
             itemsize, tokens = getattr(torch, dtype).itemsize, -(-row_tokens // place.trainer.cp)
-            needed = training_bytes(weights, tokens=tokens, itemsize=itemsize, recompute=recompute, **_widths(source))
+            needed = training_bytes(weights, tokens=tokens, itemsize=itemsize, switches=switches, **_widths(source))
             self._residency = residency(place.device, needed, sum(block.handle[1] for block in _blocks("kv_cache")))
 
     def _arguments(self, source: ModelSource, cfg: GeneratorConfig, place: Placement) -> dict[str, Any]:
@@ -153,7 +155,9 @@ class Generator:
     @contextmanager
     def _inside(self) -> Iterator[None]:
         """Every call into vLLM happens here: in the replica's world, with the engine's own random numbers."""
-        with sub_world(self._replica), self._rng.entered():
+        # On a CPU vLLM would compile one small function, and need a C++ compiler for that.
+        eager = torch._dynamo.config.patch(disable=True) if self.grid.device_type == "cpu" else nullcontext()
+        with sub_world(self._replica), self._rng.entered(), eager:
             yield
 
     def generate(self, prompts: list[Prompt], n_samples: int, sampling: Sampling) -> list[Group]:
@@ -330,12 +334,9 @@ def _prepare_vllm(device_type: str, unique: str) -> None:
     core.cleanup_dist_env_and_memory = leave_the_world
     if device_type == "cuda":
         return
-    import torch._dynamo
     import vllm.distributed.device_communicators.cpu_communicator as communicator
     import vllm.model_executor.layers.fused_moe.experts.cpu_moe as cpu_moe
     import vllm.model_executor.layers.utils as layers
-
-    torch._dynamo.config.disable = True  # it would compile one small function, and needs a C++ compiler for that
 
     def keep_weights(layer: nn.Module, remove_weight: bool) -> None:
         """vLLM's own packs each weight into an opaque copy that a reload of tied heads forgets and no checksum can read."""

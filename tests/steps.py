@@ -43,7 +43,7 @@ def trainer_of(place, tiny_qwen3):
         keys: dict[str, Any] = {"dtype": "float32", "max_grad_norm": 0.0, "adam_beta1": 0.0} | training
         cfg = TrainingConfig(**keys)
         source = ModelSource(str(tiny_qwen3))
-        options: dict[str, Any] = {"dtype": cfg.dtype, "max_tokens": max_tokens, "recompute": cfg.recompute}
+        options: dict[str, Any] = {"dtype": cfg.dtype, "max_tokens": max_tokens, "switches": cfg.switches}
         model = Model(source, place.trainer, temperature=TEMPERATURE, trainable=True, **options)
         return Trainer(model, cfg, loss, correction=correction, top_entropy=top_entropy)
 

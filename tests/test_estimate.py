@@ -13,6 +13,7 @@ import train_grpo
 from estimate import Estimate, Shape
 from parallel.memory import GIB, cpu_kv_cache
 from parallel.roles import ParallelismConfig, Plan, ServiceConfig, ServicesConfig
+from parallel.switches import ALL_OFF, Switches
 from tests.world import run_script
 
 SIZES = """
@@ -59,7 +60,7 @@ def estimate(model: str, world: int, engines: int = 1, **degrees: int) -> Estima
     plan = Plan.make(services, ParallelismConfig(**degrees), colocate=True, wants_reference=True, world_size=world)
     shape = Shape.read(model, None)
     assert shape is not None
-    return Estimate(shape, plan, torch.bfloat16, torch.bfloat16, row_tokens=64, recompute=False)
+    return Estimate(shape, plan, torch.bfloat16, torch.bfloat16, row_tokens=64, switches=ALL_OFF)
 
 
 @pytest.mark.parametrize(("world", "engines", "degrees"), [
@@ -114,14 +115,14 @@ def test_what_will_not_fit_a_gpu_is_told_with_the_keys_to_change():
 
     def told(services: ServicesConfig | None, world: int, **options: Any) -> list[str]:
         plan = Plan.make(services, ParallelismConfig(), colocate=False, wants_reference=False, world_size=world)
-        sizes: dict[str, Any] = {"row_tokens": 16384, "recompute": False} | options
+        sizes: dict[str, Any] = {"row_tokens": 16384, "switches": ALL_OFF} | options
         return Estimate(shape, plan, torch.bfloat16, torch.bfloat16, **sizes).warnings(80 * GIB, 0.5)
 
     apart = ServicesConfig(trainer=ServiceConfig(procs=8), generator=ServiceConfig())
     assert any("generator.gpu_memory_utilization" in line for line in told(None, 1))
     assert any("training.max_tokens_per_batch" in line for line in told(None, 1))
     assert any("activation_checkpointing" in line for line in told(apart, 9))
-    assert told(apart, 9, recompute=True) == []
+    assert told(apart, 9, switches=Switches("full")) == []
 
 
 
@@ -130,7 +131,7 @@ BIG = Shape(cut=7 * 10**9, whole=10**9, layers=32, hidden=4096, intermediate=143
 
 def planned(services: ServicesConfig | None, world: int, **options: Any) -> Estimate:
     plan = Plan.make(services, ParallelismConfig(), colocate=False, wants_reference=services is None, world_size=world)
-    return Estimate(BIG, plan, torch.bfloat16, torch.bfloat16, row_tokens=8192, recompute=True, **options)
+    return Estimate(BIG, plan, torch.bfloat16, torch.bfloat16, row_tokens=8192, switches=Switches("full"), **options)
 
 
 def test_a_reference_waits_in_host_memory_only_where_it_shares_a_gpu_that_cannot_hold_it():

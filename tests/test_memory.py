@@ -8,6 +8,7 @@ import torch
 
 from model import MORE_RANKS
 from parallel.memory import GIB, Parked, TrainingBytes, explained, live_bytes, parks, residency, training_bytes
+from parallel.switches import ALL_OFF, Switches
 from rollout.generator import TOO_LITTLE_MEMORY
 
 CUDA_SAYS = (
@@ -85,12 +86,22 @@ def test_float32_activations_take_twice_the_bytes_of_bfloat16_and_so_do_gathered
 
 
 def test_activations_that_are_computed_again_take_one_layer_and_the_inputs_of_all():
-    def of(layers: int, *, recompute: bool) -> TrainingBytes:
+    def of(layers: int, switches: Switches) -> TrainingBytes:
         sizes: dict[str, Any] = {"hidden": 1024, "intermediate": 3072, "heads": 4096, "tokens": 16384}
-        return training_bytes(0, layers=layers, itemsize=2, recompute=recompute, **sizes)
+        return training_bytes(0, layers=layers, itemsize=2, switches=switches, **sizes)
 
-    kept, again, one = of(28, recompute=False), of(28, recompute=True), of(1, recompute=False)
+    kept, again, one = of(28, ALL_OFF), of(28, Switches("full")), of(1, ALL_OFF)
     assert again.peak - one.peak == 2 * 16384 * 28 * 1024 and again.peak < kept.peak / 5
+    assert again.peak < of(28, Switches("selective")).peak < kept.peak
+
+
+def test_what_is_on_the_host_is_not_counted_on_the_gpu():
+    weights = 4 * 10**9
+    sizes: dict[str, Any] = {"hidden": 1024, "intermediate": 3072, "heads": 4096, "layers": 28, "tokens": 16384, "itemsize": 2}
+    choices = (ALL_OFF, Switches(offload="optimizer"), Switches(offload="parameters"))
+    none, optimizer, parameters = (training_bytes(weights, **sizes, switches=switches) for switches in choices)
+    assert (none.kept, optimizer.kept, parameters.kept) == (2 * weights, 0, 0)
+    assert none.peak - optimizer.peak == 2 * weights and optimizer.peak - parameters.peak == weights
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
 
-from batch import Completion, Episode, Group, Prompt, to_batch, to_episodes
+from batch import Completion, Episode, Group, Prompt, to_episodes
 from losses import GRPOLoss, NLLLoss, PolicyLoss, ReinforceLoss, SimpleGRPOLoss
 from losses.correction import Truncated
 from model import Model, ModelSource
@@ -297,35 +297,6 @@ def test_the_reference_moves_at_the_first_sync_at_or_after_its_due_steps(every, 
             moved.append(step)
         before = step
     assert moved == moves and not cfg.moves_reference(before, before)
-
-
-def kept_bytes(trainer, episodes) -> int:
-    """Of all that the forward passes of an update keep for the backward passes, without the weights, each storage once."""
-    seen: dict[int, int] = {}
-    weights = {p.to_local().untyped_storage().data_ptr() for p in trainer.model.shards().values()}
-
-    def note(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in weights:
-            seen[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        loss = trainer.objective.of_step(episodes, [episodes], trainer.model)
-        share, *_ = trainer.model.local(to_batch(episodes, trainer.model.device), loss.by_chunks(episodes))
-    share.backward()
-    return sum(seen.values())
-
-
-def test_activations_that_are_computed_again_change_no_gradient_and_take_less_memory(trainer_of):
-    episodes = some_episodes()
-    keeps, recomputes = trainer_of(GRPOLoss(beta=0.1)), trainer_of(GRPOLoss(beta=0.1), activation_checkpointing="full")
-    more, less = kept_bytes(keeps, episodes), kept_bytes(recomputes, episodes)
-    assert less < 0.5 * more, f"{less} of {more} bytes are kept"
-    keeps, recomputes = trainer_of(GRPOLoss(beta=0.1)), trainer_of(GRPOLoss(beta=0.1), activation_checkpointing="full")
-    assert keeps.update(episodes, 0) == recomputes.update(episodes, 0)
-    for name, tensor in gradient(keeps).items():
-        assert torch.equal(tensor, gradient(recomputes)[name]), name
 
 
 @pytest.mark.parametrize("lacking", ["model.layers.1.mlp.up_proj.weight", "model.embed_tokens.weight"])

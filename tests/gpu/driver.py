@@ -293,7 +293,7 @@ def budget(place: Placement, *, model: str) -> dict[str, Any]:
     training, source, shape = TrainingConfig(seq_len=4096), ModelSource(model), Shape.read(model, None)
     assert shape is not None
     plan = replace(place.plan, reference=place.plan.trainer)
-    told = Estimate(shape, plan, torch.bfloat16, torch.bfloat16, training.row_tokens, training.recompute)
+    told = Estimate(shape, plan, torch.bfloat16, torch.bfloat16, training.row_tokens, training.switches)
     live, found = torch.cuda.memory_allocated, {}
 
     def spread(**options: Any) -> Model:

@@ -42,7 +42,7 @@ lane() { # GPU TEST...: those asked for, one after the other; a log, verdicts an
     echo $? >"$OUT/$test.status"
   done
 }
-beside() { for test in attention precision checkpoint sync; do lane "$last" "$test" & done; wait; }
+beside() { for test in attention precision checkpoint sync switches; do lane "$last" "$test" & done; wait; }
 if ((gpus > 1)); then
   lane "$first" runs small_runs & alone=$!
   (beside)

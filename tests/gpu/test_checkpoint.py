@@ -32,7 +32,8 @@ def numbers(output: Path, first: int) -> list[dict[str, float]]:
 
 
 def run(script: str, output: Path, cfg: dict, *overrides: str) -> None:
-    start("tests/gpu/deterministic.py", script, config(output, **cfg, output=str(output)), *overrides)
+    """In deterministic mode."""
+    start(f"{script}.py", config(output, **cfg, output=str(output)), "training.deterministic=true", *overrides)
 
 
 def cut(whole: Path, resumed: Path, step: int) -> None:
