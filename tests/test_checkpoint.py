@@ -49,7 +49,7 @@ class Run:
     def metrics(self) -> list[dict[str, Any]]:
         """Of each line what is no time."""
         lines = [json.loads(line) for line in (self.output / "metrics.jsonl").read_text().splitlines()]
-        return [{k: v for k, v in line.items() if not k.startswith(("time/", "perf/"))} for line in lines]
+        return [{k: v for k, v in line.items() if not k.startswith(("time/", "perf/", "mem/"))} for line in lines]
 
     def steps(self, first: int = 1) -> list[dict[str, Any]]:
         """The lines of training steps from `first` on."""

@@ -181,7 +181,7 @@ def sft(tiny_qwen3, additions, tmp_path) -> list[str]:
 
 def numbers(output: Path) -> list[dict[str, Any]]:
     lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in line.items() if not k.startswith(("time/", "perf/"))} for line in lines]
+    return [{k: v for k, v in line.items() if not k.startswith(("time/", "perf/", "mem/"))} for line in lines]
 
 
 MODE_AT_THE_END = """
