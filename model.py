@@ -21,7 +21,7 @@ from parallel import pipeline
 from parallel.context import Context, from_all_ranks
 from parallel.experts import NAME as EXPERTS
 from parallel.memory import Parked, Remedy, explained, live_bytes
-from parallel.names import to_checkpoint
+from parallel.names import checkpoint_of
 from parallel.placement import Grid, device_of, holds, share
 from parallel.plans import parallelize, reshard
 from parallel.switches import ALL_OFF, Switches
@@ -353,5 +353,5 @@ class Model:
             config.save_pretrained(folder)
             if self.local.lm.generation_config is not None:
                 self.local.lm.generation_config.save_pretrained(folder)
-            save_torch_state_dict(dict(part for name, whole in weights.items() for part in to_checkpoint(name, whole)), folder)
+            save_torch_state_dict(checkpoint_of(weights), folder)
             self.source.tokenizer().save_pretrained(folder)

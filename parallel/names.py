@@ -41,6 +41,12 @@ def to_checkpoint(name: str, tensor: Tensor) -> list[tuple[str, Tensor]]:
     return [(part, piece.view(shape)) for (part, shape), piece in zip(parts, pieces, strict=True)]
 
 
+def checkpoint_of(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Whole parameters as a checkpoint's tensors, no two of which share their memory, as a file wants them."""
+    parts = [to_checkpoint(name, tensor) for name, tensor in weights.items()]
+    return {name: tensor.clone() if len(of_one) > 1 else tensor for of_one in parts for name, tensor in of_one}
+
+
 def check_names(model: Any) -> None:
     """ValueError where transformers renames weights of the family in a way that `to_checkpoint` does not undo."""
     known = {ending.removeprefix(".") for ending in PARTS}

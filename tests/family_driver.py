@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node=2 tests/family_driver.py spec.json report.pt
 
-The spec: {name: {"model": a folder, "lengths": of the episodes, **fields of RolePlan but its ranks}}. The report: {name: what
-`measured` returns}.
+The spec: {name: {"model": a folder, "lengths": of the episodes, "export": a folder or null, **fields of RolePlan but its ranks}}.
+The report: {name: what `measured` returns}.
 """
 
 import json
@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from batch import IDLE, Batch, Episode
 from model import Model, ModelSource
 from parallel.launch import launch
-from parallel.placement import Grid, Placement, share
+from parallel.placement import Grid, Placement
 from parallel.roles import ParallelismConfig, Plan, RolePlan
 
 TEMPERATURE = 0.7
@@ -44,12 +44,14 @@ def slopes(lengths: list[int]) -> list[Tensor]:
     return [torch.randn(n - PROMPT, generator=generator) for n in lengths]
 
 
-def measured(model: str, lengths: list[int], **role: Any) -> dict[str, Any]:
-    """Log-probs of the episodes, and whole gradients of their sum weighted by `slopes`."""
+def measured(model: str, lengths: list[int], export: str | None = None, **role: Any) -> dict[str, Any]:
+    """Log-probs of the episodes, and whole gradients of their sum weighted by `slopes`. The model is written to `export`."""
     grid = Grid(RolePlan(list(range(dist.get_world_size())), **role), "cpu")
     policy = Model(ModelSource(model), grid, dtype="float32", temperature=TEMPERATURE, max_tokens=64, trainable=True)
+    if export is not None:
+        policy.export(Path(export))
     all_episodes, weights = episodes(lengths), slopes(lengths)
-    own = dict(zip(share(list(range(len(lengths))), grid), map(torch.from_numpy, policy.logprobs(all_episodes)), strict=True))
+    own = {i: torch.from_numpy(values) for i, values in policy.logprobs(all_episodes).items()}
     rows = policy.rows(all_episodes)
 
     def finish(i: int, _batch: Batch, outputs: tuple[Tensor, ...]) -> Tensor:
@@ -65,7 +67,7 @@ def measured(model: str, lengths: list[int], **role: Any) -> dict[str, Any]:
         dist.all_reduce(tied.grad.to_local(), group=grid.tied)
     gradients = {name: p.grad.full_tensor() for name, p in policy.shards().items() if isinstance(p.grad, DTensor)}
     found: list[tuple] = [() for _ in grid.ranks]
-    dist.all_gather_object(found, (own if policy.local.is_last else {}, gradients))
+    dist.all_gather_object(found, (own, gradients))
     logprobs, gradients = ({key: t for of_rank in found for key, t in of_rank[i].items()} for i in range(2))
     return {"logprobs": [logprobs[i] for i in range(len(lengths))], "gradients": gradients}
 

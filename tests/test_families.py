@@ -78,6 +78,11 @@ def test_a_packed_row_has_the_logprobs_and_gradients_of_its_sequences_alone(
     check(list(values.detach().split([n - PROMPT for n in LENGTHS])), gradients, expected(family))
 
 
+def bits(folder: Path) -> dict[str, tuple[torch.Size, bytes]]:
+    """Of a checkpoint's tensors, by name."""
+    return {name: (t.shape, t.numpy().tobytes()) for name, t in load_file(folder / "model.safetensors").items()}
+
+
 def run(ranks: int, folder: Path, cases: dict[str, dict]) -> dict[str, dict]:
     """What the ranks together got in each case."""
     spec = {name: {"lengths": LENGTHS} | case for name, case in cases.items()}
@@ -87,31 +92,41 @@ def run(ranks: int, folder: Path, cases: dict[str, dict]) -> dict[str, dict]:
 
 
 @pytest.fixture(scope="module")
-def split(checkpoint_of: Checkpoints, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict]:
+def split(checkpoint_of: Checkpoints, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What two ranks got in every layout."""
     cases = {f"{f}, {name}": {"model": checkpoint_of(f), **role} for f in KNOWN for name, role in LAYOUTS.items()}
     cases["gemma, FSDP 2"] = {"model": checkpoint_of("gemma")}
     cases["stored in bf16"] = {"model": checkpoint_of("gemma2", **IN_BF16)}
-    return run(2, tmp_path_factory.mktemp("split"), cases)
+    folder = tmp_path_factory.mktemp("split")
+    for layout in LAYOUTS:
+        cases[f"qwen3_moe, {layout}"]["export"] = folder / layout
+    return run(2, folder, cases) | {"folder": folder}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("family", KNOWN)
 def test_two_ranks_have_the_logprobs_and_gradients_of_one(
-    family: str, layout: str, split: dict[str, dict], expected: Callable[[str], Expected]
+    family: str, layout: str, split: dict[str, Any], expected: Callable[[str], Expected]
 ) -> None:
     check(split[f"{family}, {layout}"]["logprobs"], split[f"{family}, {layout}"]["gradients"], expected(family))
 
 
-def test_a_family_without_a_plan_is_sharded(split: dict[str, dict], expected: Callable[[str], Expected]) -> None:
+def test_a_family_without_a_plan_is_sharded(split: dict[str, Any], expected: Callable[[str], Expected]) -> None:
     assert "gemma" not in PLANS
     check(split["gemma, FSDP 2"]["logprobs"], split["gemma, FSDP 2"]["gradients"], expected("gemma"))
 
 
 def test_a_checkpoint_in_bf16_computed_in_fp32_has_the_embeddings_factor_in_fp32(
-    split: dict[str, dict], expected: Callable[..., Expected]
+    split: dict[str, Any], expected: Callable[..., Expected]
 ) -> None:
     check(split["stored in bf16"]["logprobs"], split["stored in bf16"]["gradients"], expected("gemma2", **IN_BF16))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_an_exported_model_with_experts_is_the_checkpoint_it_came_from(
+    layout: str, split: dict[str, Any], checkpoint_of: Checkpoints
+) -> None:
+    assert bits(split["folder"] / layout) == bits(checkpoint_of("qwen3_moe"))
 
 
 @pytest.mark.slow
