@@ -101,8 +101,8 @@ class Estimate:
 
     @property
     def gradients(self) -> int:
-        """From a step's first backward pass to its end; freed with it."""
-        return self.weights
+        """On the device, from a step's first backward pass to its end; freed with it."""
+        return self.weights_on_device
 
     @property
     def reference(self) -> int:
@@ -134,7 +134,7 @@ class Estimate:
         if not self.on_one_gpu("trainer", "ref_model"):
             return False
         engine, weights = (int(total * share), self.engine_weights) if self.on_one_gpu("trainer", "generator") else (0, 0)
-        others: dict[str, int] = {"policy": self.weights, "engine": engine, "engine_weights": weights}
+        others: dict[str, int] = {"policy": self.weights_on_device, "engine": engine, "engine_weights": weights}
         return parks(total, needed=self.training, reference=self.reference, **others)
 
     def phases(self, total: int, share: float, kv_cache: int) -> dict[tuple[int, ...], dict[str, int]]:
@@ -150,11 +150,11 @@ class Estimate:
             alike.setdefault((held[0], held[1] and not (self.plan.reference and self.plan.reference.on_cpu), held[2]), []).append(rank)
         table = {}
         for (trains, refers, samples), ranks in alike.items():
-            kept = trains * (self.weights + self.training.kept) + refers * idle
+            kept = trains * (self.weights_on_device + self.training.kept) + refers * idle
             engine = samples * (self.engine_weights + kv_cache)
             choice: Residency = "stays"
             if trains and samples and total:
-                choice = choose(total - engine - trains * self.weights - refers * idle, self.training.peak, kv_cache)
+                choice = choose(total - engine - self.weights_on_device - refers * idle, self.training.peak, kv_cache)
             asleep = {"stays": engine, "drops its KV cache": samples * self.engine_weights, "sleeps": 0}[choice]
             table[tuple(ranks)] = {
                 "generate": kept + engine,

@@ -3,6 +3,7 @@
 import json
 import re
 import sys
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -185,3 +186,14 @@ def test_a_plan_that_cannot_be_read_says_how_it_is_written(asked, checkpoint_of,
         return
     with pytest.raises(ValueError, match=f"--plan={asked}: must be a number of ranks, at least 1"):
         train_grpo.main()
+
+
+def test_what_is_kept_on_the_host_is_in_no_phase_and_leaves_a_reference_its_place():
+    least = []  # GiB of a GPU on which the reference stays
+    offloads: list[tuple[Any, int]] = [("none", 3), ("optimizer", 1), ("parameters", 0)]
+    for offload, copies in offloads:
+        told = replace(planned(None, 8), switches=Switches("full", offload=offload))
+        (phases,) = told.phases(0, 0.3, 0).values()
+        assert phases["generate"] == copies * told.weights + told.reference + told.engine_weights
+        least.append(next(size for size in range(1, 200) if not told.parks_reference(size * GIB, 0.3)))
+    assert least[0] > least[1] > least[2]
