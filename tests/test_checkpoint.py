@@ -241,7 +241,7 @@ def test_vllm_loads_the_exported_model_and_answers_like_the_runs_last_engine(str
     tokenizer = AutoTokenizer.from_pretrained(straight.output / "hf")
     prompts = [tokenizer(prompt).input_ids for prompt, _ in answers]
     case = {"name": "hf", "run": "greedy", "model": str(straight.output / "hf"), "prompts": prompts, "max_new_tokens": 8}
-    (tmp_path / "spec.json").write_text(json.dumps({"services": {}, "parallelism": {}, "colocate": True, "cases": [case]}))
+    (tmp_path / "spec.json").write_text(json.dumps({"services": {}, "parallelism": {}, "colocate": True, "ranks": None, "cases": [case]}))
     run_script(1, ROOT / "tests/sync_driver.py", str(tmp_path / "spec.json"), str(tmp_path / "report.json"))
     (tokens,) = json.loads((tmp_path / "report.json").read_text())["hf"]
     assert [tokenizer.decode(t, skip_special_tokens=True) for t in tokens] == [response for _, response in answers]
