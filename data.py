@@ -343,7 +343,11 @@ def encode_prompt(tokenizer: Any, messages: list[dict[str, str]]) -> list[int]:
     if tokenizer.chat_template is not None:
         options = {"add_generation_prompt": True, "tokenize": True, "return_dict": False}
         return list(tokenizer.apply_chat_template(messages, **options))
-    text = "\n".join(m["content"] for m in messages)
+    return encode_text(tokenizer, "\n".join(m["content"] for m in messages))
+
+
+def encode_text(tokenizer: Any, text: str) -> list[int]:
+    """Token ids of a text that begins as the tokenizer begins one, with one BOS at most, and has no EOS behind."""
     token_ids = list(tokenizer(text).input_ids)
     bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
     if bos is not None and token_ids[:2] == [bos, bos]:

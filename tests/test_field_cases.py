@@ -14,6 +14,7 @@ TESTS = {
     "FC-LN-05": "test_losses.py::test_masked_answers_count_in_neither_numerator_nor_denominator",
     "FC-AD-01": "test_advantages.py::test_equal_rewards_give_exactly_no_advantage",
     "FC-KL-01": "test_losses.py::test_the_loss_rises_by_beta_times_a_kl_that_is_never_negative",
+    "FC-MT-01": "test_conversations.py::test_the_mask_of_a_short_chat_to_smollm2_has_its_eos_which_is_also_its_padding",
     "FC-MT-05": "test_data.py::test_a_prompt_begins_with_one_bos_at_most_and_has_no_eos_behind",
     "FC-MT-09": "test_rewards.py::test_a_thought_counts_once_and_only_with_an_answer_after_it",
     "FC-RP-01": "test_answers.py::test_an_answer_is_right_or_wrong",

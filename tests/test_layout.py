@@ -33,6 +33,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "losses/card.py": {"batch", "config"},
     "head": {"batch"},
     "data": {"batch", "config"},
+    "conversations": {"data"},
     "metrics": {"batch", "config", "parallel"},
 }
 
