@@ -129,7 +129,7 @@ def _turn(tokenizer: Any, chat: Chat, place: int) -> _Turn:
     template = tokenizer.get_chat_template(None, tools=chat.tools)
     if MARKER.search(template):
         marks = _marks(tokenizer, chat, place + 1, template, text)
-        spans = [(max(start, len(prompt)), end) for start, end in marks if max(start, end - 1) >= len(prompt)]
+        spans = [(start, end) for start, end in marks if max(start, end - 1) >= len(prompt)]
         if not spans:
             raise ValueError(f"{name}: the chat template has {{% generation %}} markers, but none around any of it; mark it there")
     return _Turn(name, text, len(prompt), spans)
@@ -149,10 +149,10 @@ def _mask(tokenizer: Any, turns: list[_Turn]) -> Rendered:
                 f"{turn.name} ends in {_around(turn.text, len(turn.text))}, with no special token: a model trained on it never stops; "
                 f"let the chat template end an assistant's turn with eos_token"
             )
-        spans = [*turn.spans, (turn.spans[-1][1], int(ends[stops[-1]]))]  # a marker may leave the end-of-turn token out
-        for start, end in spans:
-            trained |= inside & (starts >= start) & (starts < end) & (np.arange(len(starts)) <= stops[-1])
-        trained[stops[-1]] = True
+        stop = stops[-1]
+        rest = (min(turn.spans[-1][1], starts[stop]), ends[stop])  # a marker may leave the end-of-turn token out
+        for start, end in (*turn.spans, rest):
+            trained |= inside & (starts >= start) & (starts < end) & (np.arange(len(starts)) <= stop)
     return _rendered(token_ids, trained)
 
 

@@ -251,6 +251,16 @@ def test_a_marker_that_covers_part_of_a_turn_trains_that_part_and_the_end():
     assert trained_texts(tokenizer, examples) == ["yo\n<|im_end|>", "no\n<|im_end|>"]
 
 
+def test_the_end_of_a_turn_is_trained_wherever_the_markers_are():
+    tokenizer = FAMILIES["ChatML"].tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>' }}{% if m.role == 'assistant' %}"
+        "{% generation %}{{ '\n' }}{% endgeneration %}{% else %}{{ '\n' }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    )
+    assert trained_texts(tokenizer, render(tokenizer, Chat(said("hi", "yo")), "assistant")) == ["<|im_end|>"]
+
+
 def test_a_marker_around_the_header_does_not_train_what_the_model_is_given():
     tokenizer = FAMILIES["ChatML"].tokenizer()
     tokenizer.chat_template = (
@@ -258,7 +268,23 @@ def test_a_marker_around_the_header_does_not_train_what_the_model_is_given():
         "{% endgeneration %}{% else %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endif %}{% endfor %}"
         "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
     )
-    assert trained_texts(tokenizer, render(tokenizer, Chat(said("hi", "yo", "so", "no")), "assistant")) == ["yo<|im_end|>", "no<|im_end|>"]
+    examples = render(tokenizer, Chat(said("hi", "yo", "so", "\nno")), "assistant")
+    assert trained_texts(tokenizer, examples) == ["yo<|im_end|>", "no<|im_end|>"]  # nor the token that begins in it
+
+
+def test_a_key_of_a_message_that_is_null_is_as_if_it_were_not_there():
+    tokenizer = FAMILIES["ChatML"].tokenizer()
+    called = "{{ ('call' if m.tool_calls is defined else '') + m.content"
+    tokenizer.chat_template = FAMILIES["ChatML"].text(markers=False).replace("{{ m.content", called)
+    absent, null = said("hi", "yo"), [message | {"tool_calls": None} for message in said("hi", "yo")]
+    assert show(tokenizer, render(tokenizer, Chat(null), "assistant")) == show(tokenizer, render(tokenizer, Chat(absent), "assistant"))
+
+
+def test_a_tokenizer_that_was_saved_with_a_limit_and_padding_reads_chats_whole():
+    tokenizer, limited = FAMILIES["ChatML"].tokenizer(), FAMILIES["ChatML"].tokenizer()
+    limited.backend_tokenizer.enable_truncation(4)
+    limited.backend_tokenizer.enable_padding(length=500)
+    assert show(limited, render(limited, Chat(TALK), "assistant")) == show(tokenizer, render(tokenizer, Chat(TALK), "assistant"))
 
 
 # What cannot be exact is refused
@@ -306,8 +332,8 @@ def test_markers_around_no_part_of_a_turn_are_an_error():
     template = tokenizer.text(markers=True).replace("{% generation %}{{ '[TOOL_CALLS]", "{{ '[TOOL_CALLS]").replace(
         "{{ ']' + eos_token }}{% endgeneration %}", "{{ ']' + eos_token }}"
     )
-    assert "message 1 (assistant): the chat template has {% generation %} markers, but none" in refused(
-        "Mistral with tools", [*said("hi"), CALL], template=template
+    assert "message 3 (assistant): the chat template has {% generation %} markers, but none" in refused(
+        "Mistral with tools", [*said("hi", "yo", "so"), CALL], template=template
     )
 
 
