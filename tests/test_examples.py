@@ -171,6 +171,16 @@ def test_keys_that_contradict_each_other_are_an_error_of_the_configuration(keys,
         convert({"path": "x.jsonl"} | keys, SFTDataConfig, "dataset")
 
 
+@pytest.mark.parametrize(("given", "saying"), [
+    ({"path": "x", "wieght": 2}, r"unknown key dataset\.wieght\. Did you mean weight"),
+    ([{"path": "x"}, {"path": "y", "train_on": "first"}], r"dataset\[1\]\.train_on should be one of assistant, last, all"),
+    ({}, r"missing: dataset\.path"),
+])  # fmt: skip
+def test_one_dataset_or_a_list_of_them_is_told_what_is_wrong_with_it(given, saying):
+    with pytest.raises(ConfigError, match=saying):
+        convert(given, SFTDataConfig | list[SFTDataConfig], "dataset")
+
+
 @pytest.mark.parametrize("row", [
     {"messages": []}, {"messages": [QUESTION]}, {"text": " "}, {"messages": [QUESTION, {"role": "assistant", "content": "x" * 99}]},
 ])  # fmt: skip
