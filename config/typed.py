@@ -156,6 +156,9 @@ def _union(value: Any, kind: Any, where: str) -> Any:
         return None
     if len(options) == 1 and (options[0] is Call or section(options[0])):
         return convert(value, options[0], where)  # its own message says more
+    shaped = [o for o in options if section(o) and isinstance(value, dict) or typing.get_origin(o) is list and isinstance(value, list)]
+    if len(shaped) == 1:  # as above
+        return convert(value, shaped[0], where)
     for option in options:
         try:
             return convert(value, option, where)
