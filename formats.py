@@ -154,7 +154,7 @@ def _alpaca(cfg: SFTDataConfig, tokenizer: Any, row: Row) -> list[Rendered]:
 
 
 def _prompt_completion(cfg: SFTDataConfig, tokenizer: Any, row: Row) -> list[Rendered]:
-    """What the model answers to in GRPO, then the completion and EOS."""
+    """What the model answers to in GRPO, then the completion; without a chat template EOS ends it."""
     row = row | {name: _value(cfg, row, name) for name in cfg.columns}
     messages, reply = read_messages(cfg, row)
     column = find_column(row, cfg.target, COMPLETION_COLUMNS, "dataset.target")
@@ -164,7 +164,11 @@ def _prompt_completion(cfg: SFTDataConfig, tokenizer: Any, row: Row) -> list[Ren
     if value is None or isinstance(value, list | dict):
         raise ValueError(f"its {column} is {'null' if value is None else 'no text'}; set dataset.target, or dataset.format if it is a chat")
     read = str.strip if cfg.target_regex is None else last_match(cfg.target_regex)
-    prompt, completion = encode_prompt(tokenizer, messages), encode_completion(tokenizer, read(str(value)))
+    answer = read(str(value))
+    if tokenizer.chat_template is not None:
+        chat = Chat([*messages, {"role": "assistant", "content": answer}])
+        return render(tokenizer, chat, "all" if cfg.train_on == "all" else "last")
+    prompt, completion = encode_prompt(tokenizer, messages), encode_completion(tokenizer, answer)
     trained = np.arange(len(prompt) + len(completion)) >= len(prompt)
     pair = Rendered(np.array(prompt + completion, np.int64), trained)
     return [_all_of(pair) if cfg.train_on == "all" else pair]

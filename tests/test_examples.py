@@ -59,6 +59,15 @@ def shown(episode: Episode, tokenizer=PLAIN) -> str:
     return text
 
 
+def taught(episodes: list[Episode]) -> list[tuple[list[int], int, list[float]]]:
+    """Of each its tokens up to the last one that is trained, the prompt's length and the mask."""
+    found = []
+    for e in episodes:
+        count = int(np.flatnonzero(e.loss_mask).max()) + 1
+        found.append((e.token_ids[: e.num_prompt_tokens + count].tolist(), e.num_prompt_tokens, e.loss_mask[:count].tolist()))
+    return found
+
+
 def same(a: list[Episode], b: list[Episode]) -> bool:
     def plain(episodes):
         return [(e.token_ids.tolist(), e.num_prompt_tokens, e.loss_mask.tolist()) for e in episodes]
@@ -79,7 +88,7 @@ def test_a_prompt_and_its_completion_are_the_tokens_and_the_order_that_prompts_a
     examples = stream(SFTDataConfig(path=path, **cfg), tokenizer=tokenizer, seed=3, seq_len=seq_len)
     for _ in range(9):
         want = [supervised(p.token_ids, encode_completion(tokenizer, p.target), seq_len) for p in prompts.take(5)]
-        assert same(examples.take(5), want)
+        assert taught(examples.take(5)) == taught(want)  # a template may write a newline behind
         assert (examples.position, examples.epoch) == (prompts.position, prompts.epoch)
     assert examples.counts().items() >= prompts.counts().items()
     assert cfg or (examples.counts()["data/dropped"] > 0 and examples.counts()["data/truncated"] > 0)
@@ -95,7 +104,7 @@ def test_a_prompt_and_its_completion_are_the_tokens_and_the_order_that_prompts_a
     ({"instruction": "Add.", "input": "2 2", "output": "4\n"}, PLAIN, "<s>Add.\n\n2 2\n\n[4</s>]"),
     ({"instruction": "Add.", "input": None, "output": "4"}, PLAIN, "<s>Add.\n\n[4</s>]"),
     ({"prompt": "2+2?", "completion": "4", "label": True}, PLAIN, "<s>2+2?[4</s>]"),
-    ({"question": "2+2?", "answer": 4, "text": "2+2? 4"}, CHAT, "<s>user\n2+2?</s>\n<s>assistant\n[4</s>]"),
+    ({"question": "2+2?", "answer": 4, "text": "2+2? 4"}, CHAT, "<s>user\n2+2?</s>\n<s>assistant\n[4</s>]\n"),
     ({"text": "2+2=4", "source": "s"}, PLAIN, "<s>[2+2=4</s>]"),
 ])  # fmt: skip
 def test_the_format_is_told_by_the_columns_and_says_what_is_trained(tmp_path, row, tokenizer, want):
@@ -106,12 +115,12 @@ def test_the_format_is_told_by_the_columns_and_says_what_is_trained(tmp_path, ro
     ({"chat": [QUESTION, ANSWER], "text": "t"}, {"columns": {"messages": "chat"}}, "<s>user\n2+2?</s>\n<s>assistant\n[4</s>]\n"),
     ({"q": "a", "more": "b", "a": "c"}, {"columns": {"instruction": "q", "input": "more", "output": "a"}},
      "<s>user\na\n\nb</s>\n<s>assistant\n[c</s>]\n"),
-    ({"q": "a", "a": "c", "answer": "no"}, {"columns": {"prompt": "q", "completion": "a"}}, "<s>user\na</s>\n<s>assistant\n[c</s>]"),
-    ({"messages": [QUESTION, ANSWER], "answer": "5"}, {"format": "prompt_completion"}, "<s>user\n2+2?</s>\n<s>assistant\n[5</s>]"),
-    ({"messages": [QUESTION, ANSWER]}, {"prompt": "messages"}, "<s>user\n2+2?</s>\n<s>assistant\n[4</s>]"),
+    ({"q": "a", "a": "c", "answer": "no"}, {"columns": {"prompt": "q", "completion": "a"}}, "<s>user\na</s>\n<s>assistant\n[c</s>]\n"),
+    ({"messages": [QUESTION, ANSWER], "answer": "5"}, {"format": "prompt_completion"}, "<s>user\n2+2?</s>\n<s>assistant\n[5</s>]\n"),
+    ({"messages": [QUESTION, ANSWER]}, {"prompt": "messages"}, "<s>user\n2+2?</s>\n<s>assistant\n[4</s>]\n"),
     ({"messages": [QUESTION, ANSWER]}, {"system": "S"}, "<s>system\nS</s>\n<s>user\n2+2?</s>\n<s>assistant\n[4</s>]\n"),
     ({"body": "ab", "prompt": "x", "answer": "y"}, {"columns": {"text": "body"}}, "a[b</s>]"),
-    ({"prompt": "ab", "answer": "c"}, {"train_on": "all", "prompt": "{prompt}"}, "<[s>user\nab</s>\n<s>assistant\nc</s>]"),
+    ({"prompt": "ab", "answer": "c"}, {"train_on": "all", "prompt": "{prompt}"}, "<[s>user\nab</s>\n<s>assistant\nc</s>\n]"),
 ])  # fmt: skip
 def test_keys_choose_the_format_and_columns_of_other_names(tmp_path, row, cfg, want):
     got = [shown(e) for e in of_row(tmp_path, row, CHAT, **cfg)]
