@@ -27,9 +27,11 @@ class Shape:
     intermediate: int
     heads: int  # width of q, k and v together
     kv: int  # width of k and v together
+    kv_heads: int  # of which an engine's rank has one at least
     first: int = 0  # of `whole`, those of the embedding, which a first stage of several has
     last: int = 0  # those of the head, which a last one has; a tied one has the embedding too
     is_tied: bool = True
+    largest: int = 0  # parameters of the largest tensor
 
     @classmethod
     def read(cls, name: str, revision: str | None) -> "Shape | None":
@@ -46,10 +48,11 @@ class Shape:
         shape = config.get_text_config()
         head = head_width(shape)
         kv = 2 * shape.num_key_value_heads * head
-        widths = (shape.num_hidden_layers, shape.hidden_size, shape.intermediate_size, shape.num_attention_heads * head + kv, kv)
+        kv_heads, queries = shape.num_key_value_heads, shape.num_attention_heads * head
+        widths = (shape.num_hidden_layers, shape.hidden_size, shape.intermediate_size, queries + kv, kv, kv_heads)
         first, last = (sum(p.numel() for p in end.parameters()) for end in (model.get_input_embeddings(), model.get_output_embeddings()))
         tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
-        return cls(cut, sum(sizes.values()) - cut, *widths, first=first, last=last, is_tied=tied)
+        return cls(cut, sum(sizes.values()) - cut, *widths, first=first, last=last, is_tied=tied, largest=max(sizes.values()))
 
     def parameters(self, role: RolePlan) -> int:
         """On one rank of the role's largest stage, sharded as FSDP does it; the last rank may have a little less."""
@@ -97,12 +100,14 @@ class Estimate:
 
     @property
     def kv_per_token(self) -> int:
-        return self.engine_dtype.itemsize * self.shape.layers * -(-self.shape.kv // self.plan.generator.tp)
+        s = self.shape
+        heads = -(-s.kv_heads // self.plan.generator.tp)  # more ranks than heads repeat them
+        return self.engine_dtype.itemsize * s.layers * heads * s.kv // s.kv_heads
 
     @property
     def gradients(self) -> int:
         """From a step's first backward pass to its end; freed with it."""
-        return self.weights
+        return self.weights_on_device
 
     @property
     def reference(self) -> int:
@@ -120,8 +125,9 @@ class Estimate:
 
     @property
     def syncing(self) -> int:
-        """Buckets of weights on their way to the engine, at most the weights themselves."""
-        return min(ON_THE_WAY * MOST_BYTES, self.engine_dtype.itemsize * (self.shape.cut + self.shape.whole))
+        """Buckets of weights on their way to the engine, one of them the largest tensor, which is there twice while it is gathered."""
+        buckets = min(ON_THE_WAY * MOST_BYTES, self.engine_dtype.itemsize * (self.shape.cut + self.shape.whole))
+        return buckets + 2 * self.engine_dtype.itemsize * self.shape.largest
 
     def on_one_gpu(self, *names: str) -> bool:
         """Do these roles share ranks, and are all of them on the run's device?"""
@@ -134,7 +140,7 @@ class Estimate:
         if not self.on_one_gpu("trainer", "ref_model"):
             return False
         engine, weights = (int(total * share), self.engine_weights) if self.on_one_gpu("trainer", "generator") else (0, 0)
-        others: dict[str, int] = {"policy": self.weights, "engine": engine, "engine_weights": weights}
+        others: dict[str, int] = {"policy": self.weights_on_device, "engine": engine, "engine_weights": weights}
         return parks(total, needed=self.training, reference=self.reference, **others)
 
     def phases(self, total: int, share: float, kv_cache: int) -> dict[tuple[int, ...], dict[str, int]]:
@@ -150,11 +156,11 @@ class Estimate:
             alike.setdefault((held[0], held[1] and not (self.plan.reference and self.plan.reference.on_cpu), held[2]), []).append(rank)
         table = {}
         for (trains, refers, samples), ranks in alike.items():
-            kept = trains * (self.weights + self.training.kept) + refers * idle
+            kept = trains * (self.weights_on_device + self.training.kept) + refers * idle
             engine = samples * (self.engine_weights + kv_cache)
             choice: Residency = "stays"
             if trains and samples and total:
-                choice = choose(total - engine - trains * self.weights - refers * idle, self.training.peak, kv_cache)
+                choice = choose(total - engine - self.weights_on_device - refers * idle, self.training.peak, kv_cache)
             asleep = {"stays": engine, "drops its KV cache": samples * self.engine_weights, "sleeps": 0}[choice]
             table[tuple(ranks)] = {
                 "generate": kept + engine,
