@@ -27,9 +27,11 @@ class Shape:
     intermediate: int
     heads: int  # width of q, k and v together
     kv: int  # width of k and v together
+    kv_heads: int  # of which an engine's rank has one at least
     first: int = 0  # of `whole`, those of the embedding, which a first stage of several has
     last: int = 0  # those of the head, which a last one has; a tied one has the embedding too
     is_tied: bool = True
+    largest: int = 0  # parameters of the largest tensor
 
     @classmethod
     def read(cls, name: str, revision: str | None) -> "Shape | None":
@@ -46,10 +48,11 @@ class Shape:
         shape = config.get_text_config()
         head = head_width(shape)
         kv = 2 * shape.num_key_value_heads * head
-        widths = (shape.num_hidden_layers, shape.hidden_size, shape.intermediate_size, shape.num_attention_heads * head + kv, kv)
+        kv_heads, queries = shape.num_key_value_heads, shape.num_attention_heads * head
+        widths = (shape.num_hidden_layers, shape.hidden_size, shape.intermediate_size, queries + kv, kv, kv_heads)
         first, last = (sum(p.numel() for p in end.parameters()) for end in (model.get_input_embeddings(), model.get_output_embeddings()))
         tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
-        return cls(cut, sum(sizes.values()) - cut, *widths, first=first, last=last, is_tied=tied)
+        return cls(cut, sum(sizes.values()) - cut, *widths, first=first, last=last, is_tied=tied, largest=max(sizes.values()))
 
     def parameters(self, role: RolePlan) -> int:
         """On one rank of the role's largest stage, sharded as FSDP does it; the last rank may have a little less."""
@@ -97,7 +100,9 @@ class Estimate:
 
     @property
     def kv_per_token(self) -> int:
-        return self.engine_dtype.itemsize * self.shape.layers * -(-self.shape.kv // self.plan.generator.tp)
+        s = self.shape
+        heads = -(-s.kv_heads // self.plan.generator.tp)  # more ranks than heads repeat them
+        return self.engine_dtype.itemsize * s.layers * heads * s.kv // s.kv_heads
 
     @property
     def gradients(self) -> int:
@@ -120,8 +125,9 @@ class Estimate:
 
     @property
     def syncing(self) -> int:
-        """Buckets of weights on their way to the engine, at most the weights themselves."""
-        return min(ON_THE_WAY * MOST_BYTES, self.engine_dtype.itemsize * (self.shape.cut + self.shape.whole))
+        """Buckets of weights on their way to the engine, one of them the largest tensor, which is there twice while it is gathered."""
+        buckets = min(ON_THE_WAY * MOST_BYTES, self.engine_dtype.itemsize * (self.shape.cut + self.shape.whole))
+        return buckets + 2 * self.engine_dtype.itemsize * self.shape.largest
 
     def on_one_gpu(self, *names: str) -> bool:
         """Do these roles share ranks, and are all of them on the run's device?"""

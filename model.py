@@ -181,9 +181,6 @@ class Model:
         switches = switches if trainable else switches.without_training
         switches.check(self.device, grid.tp)
         lm = self.source.read_whole(AutoModelForCausalLM, dtype="auto", attn_implementation=attention.NAME, experts_implementation=EXPERTS)
-        scales = {key: lm.config.to_dict().get(key, 1) for key in ("logits_scaling", "logit_scale")}
-        if any(scale not in (1, None) for scale in scales.values()):
-            raise ValueError(f"model={source.name} scales its logits ({scales}), which the head does not support")
         if not trainable:
             lm.requires_grad_(False)
         self.num_parameters = sum(p.numel() for p in lm.parameters())

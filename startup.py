@@ -9,7 +9,7 @@ import re
 import statistics
 import sys
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -33,11 +33,11 @@ from losses.card import Settings, card, lint
 from losses.contract import forward_arguments, requires_reference
 from losses.correction import Truncated
 from model import ModelSource
-from parallel.fit import check_model, idle_ranks
+from parallel.fit import check_model, check_switches, idle_ranks
 from parallel.hardware import is_kept_on_cpu, largest_memory
 from parallel.memory import CPU_SEQS, GIB, capacity, cpu_kv_cache
 from parallel.placement import Placement
-from parallel.roles import ParallelismConfig, Plan, ServicesConfig
+from parallel.roles import ROLES, ParallelismConfig, Plan, ServicesConfig
 from rollout.sampling import Sampling, sampling_seed
 from trainer import TrainingConfig
 
@@ -189,6 +189,7 @@ def required_dataset(dataset: DatasetConfig | None) -> DatasetConfig:
     return dataset
 
 
+SUPERVISED = ("trainer",)  # the roles of fine-tuning
 PLAN = "--plan"  # or --plan=N: print who does what on N ranks (default: as many as the config needs), and end; =NxG: on GPUs of G GiB
 
 
@@ -225,7 +226,7 @@ def plan_grpo(loss: Any, cfg: Any) -> Plan | None:
             f"training.ref_update_interval={training.ref_update_interval}, and there is no reference to move: set it to 0, or give the "
             f"run a reference (grpo.beta or grpo.kl_in_reward above 0, or services.ref_model)"
         )
-    options: dict[str, Any] = {"model": cfg.model, "colocate": colocate, "wants_reference": wants}
+    options: dict[str, Any] = {"model": cfg.model, "training": training, "colocate": colocate, "wants_reference": wants}
     return make_plan(services, cfg.parallelism, **options, more=partial(plan_notes, cfg))
 
 
@@ -295,23 +296,26 @@ def make_plan(
     parallelism: ParallelismConfig,
     *,
     model: str,
+    training: TrainingConfig,
     colocate: bool,
     wants_reference: bool,
+    roles: Sequence[str] = ROLES,
     more: Callable[[Plan, int], list[str]] = lambda _plan, _gpu: [],
 ) -> Plan | None:
     """`Plan.make` for the ranks that torchrun started, or for --plan's, which also prints what `more` says of the plan and its GPU.
 
-    ValueError also where the model cannot be spread so, if its config is at hand.
+    roles: that the run has. ValueError also where the model cannot be spread so, if its config is at hand.
     """
     asked = asked_plan()
     started = int(os.environ.get("WORLD_SIZE", 1))
     size = started if asked is None else asked[0]
     plan = Plan.make(services, parallelism, colocate=colocate, wants_reference=wants_reference, world_size=size)
     if (shape := config_at_hand(model)) is not None:  # otherwise `open_run` reads it
-        check_model(shape, plan)
+        check_model(shape, plan, training.seq_len)
+    check_switches(training.switches, plan)
     if asked is None:
         return plan
-    print("\n".join([plan.table(), *more(plan, asked[1])]), flush=True)
+    print("\n".join([plan.table(roles), *more(plan, asked[1])]), flush=True)
     return None
 
 
@@ -353,7 +357,7 @@ def open_run(cfg: Any, place: Placement, loss: Any = None) -> Path:
     random.seed(cfg.seed)  # of what a user's loss or reward may draw
     np.random.seed(cfg.seed % 2**32)
     torch.manual_seed(cfg.seed)
-    check_model(ModelSource(*config.model_source(cfg.model)).read(AutoConfig), place.plan)
+    check_model(ModelSource(*config.model_source(cfg.model)).read(AutoConfig), place.plan, cfg.training.seq_len)
     output = cfg.output or Path("runs") / config.run_name(arguments())
     if place.is_root:
         if cfg.resume == "auto" and checkpoint.whole(output):
@@ -361,7 +365,8 @@ def open_run(cfg: Any, place: Placement, loss: Any = None) -> Path:
         output.mkdir(parents=True, exist_ok=True)
         (output / "config.yaml").write_text(config.dump(cfg))
         warned = idle(cfg, place.plan, cfg.grpo.n_samples if loss is not None else None)
-        print("\n".join([place.plan.table(), *warned, f"run folder {output}"]), flush=True)
+        table = place.plan.table(SUPERVISED if loss is None else ROLES)
+        print("\n".join([table, *warned, f"run folder {output}"]), flush=True)
         if loss is not None:
             settings = objective_settings(loss, cfg.loss, cfg.grpo, cfg.training, cfg.rewards)
             found = (line if line.startswith("note: ") else f"warning: {line}" for line in lint(loss, settings))

@@ -10,7 +10,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import checkpoint
 import config
@@ -25,7 +25,7 @@ from parallel.launch import launch
 from parallel.placement import Placement
 from parallel.roles import ParallelismConfig
 from speed import speed
-from startup import arguments, make_plan, open_run, reached
+from startup import SUPERVISED, arguments, make_plan, open_run, reached
 from trainer import Trainer, TrainingConfig
 
 
@@ -51,7 +51,8 @@ class Config:
 
 def main() -> None:
     cfg = config.load(Config, arguments())
-    plan = make_plan(None, cfg.parallelism, model=cfg.model, colocate=True, wants_reference=False)
+    options: dict[str, Any] = {"model": cfg.model, "training": cfg.training, "roles": SUPERVISED}
+    plan = make_plan(None, cfg.parallelism, colocate=True, wants_reference=False, **options)
     if plan is not None:  # None: --plan has printed it
         place = Placement.build(plan, cfg.device, deterministic=cfg.training.deterministic)
         train(cfg, place, open_run(cfg, place))

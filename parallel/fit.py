@@ -3,18 +3,46 @@
 from collections.abc import Iterable
 from typing import Any
 
+import torch
+from transformers import AutoModelForCausalLM
+
 from parallel.experts import DealExperts
-from parallel.plans import PLANS
+from parallel.plans import PLANS, plan_of
 from parallel.plans import Plan as FamilyPlan
 from parallel.roles import Plan, RolePlan
+from parallel.switches import Switches
 
 
-def check_model(config: Any, plan: Plan) -> None:
-    """ValueError where a model with this Hugging Face config cannot be spread as the plan says."""
+def check_model(config: Any, plan: Plan, seq_len: int) -> None:
+    """ValueError where a model with this Hugging Face config cannot be trained, or not spread as the plan says."""
+    with torch.device("meta"):
+        plan_of(AutoModelForCausalLM.from_config(config))
+    _check_positions(config.get_text_config(), seq_len)
     check_degrees(config, plan.trainer)
     if plan.reference is not None:
         check_degrees(config, plan.reference)
     check_engine(config, plan.generator.tp)
+
+
+def check_switches(switches: Switches, plan: Plan) -> None:
+    """ValueError where what is asked of blocks cannot be done as the plan cuts them."""
+    for role in (plan.trainer, plan.reference):
+        if role is not None:
+            switches.check_cut(role.tp, role.key)
+
+
+def _check_positions(text: Any, seq_len: int) -> None:
+    """Some rotary embeddings turn all tokens of a pass otherwise once one is far from its beginning: numbers would depend on packing."""
+    shape = text.to_dict()
+    rope = shape.get("rope_parameters") or {}
+    for one in (rope, *(part for part in rope.values() if isinstance(part, dict))):
+        limits = {"dynamic": shape.get("max_position_embeddings"), "longrope": one.get("original_max_position_embeddings")}
+        limit = limits.get(one.get("rope_type", "default"))
+        if limit is not None and seq_len > limit:
+            raise ValueError(
+                f"training.seq_len={seq_len}: the model's rotary embeddings ({one['rope_type']}) change for a whole row of sequences when "
+                f"one of them has more than {limit} tokens; set training.seq_len to {limit} at most, or take another model"
+            )
 
 
 def check_degrees(config: Any, role: RolePlan) -> None:

@@ -5,9 +5,10 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from types import MappingProxyType
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -154,6 +155,17 @@ def residency(device: torch.device, needed: TrainingBytes, kv_cache: int) -> Res
 def choose(free: int, peak: int, kv_cache: int) -> Residency:
     """Of an engine beside which `free` bytes are left, where training takes `peak`."""
     return "stays" if free > peak else "drops its KV cache" if free + kv_cache > peak else "sleeps"
+
+
+def agreed(choice: Residency, replica: dist.ProcessGroup) -> Residency:
+    """Of its ranks' choices, the one that makes most room, for all of them.
+
+    Ranks that did otherwise would part: one that drops its KV cache forgets the prompts it knows, and would ask the others for a
+    forward pass of other tokens than theirs. Collective over `replica`.
+    """
+    choices: list[Residency] = [choice] * dist.get_world_size(replica)
+    dist.all_gather_object(choices, choice, group=replica)
+    return max(choices, key=get_args(Residency).index)
 
 
 def parks(total: int, *, policy: int, needed: TrainingBytes, reference: int, engine: int, engine_weights: int) -> bool:

@@ -7,6 +7,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from parallel.roles import Plan, RolePlan
@@ -97,7 +98,8 @@ class Placement:
     def build(cls, plan: Plan, device: str, *, deterministic: bool = False, timeout: timedelta = timedelta(minutes=60)) -> "Placement":
         """Start the world. device: auto, cpu or cuda. Collective: every rank makes every mesh and group, in this order.
 
-        deterministic: torch's mode, for the whole process. CUDA starts here, and must find it set.
+        deterministic: torch's mode, for the whole process. CUDA starts here, and must find it set. timeout: after which ranks that wait
+        for others in a collective, of any group made here, give up.
         """
         if deterministic:
             compute_deterministically()
@@ -128,6 +130,7 @@ class Placement:
         reference_group = dist.new_group(plan.reference.ranks) if plan.reference else None
         of_reference = make_routes(trainer.stages, plan.reference.ranks if plan.reference else [])
         groups = (objects, trainer_group, replica, weights, reference_group, of_reference)
+        _wait_at_most(timeout)
         return cls(plan, here, trainer, generator, reference, *groups)
 
     @property
@@ -181,6 +184,13 @@ def check_gpus(ranks: int, gpus: int) -> None:
             f"services.*.procs or with colocate: true, which lets roles share ranks; or put the reference on the CPU "
             f"(services.ref_model.with_gpus: false), or do without it (grpo.beta: 0, no services.ref_model)"
         )
+
+
+def _wait_at_most(timeout: timedelta) -> None:
+    """In all groups so far. A new group has torch's own limit, 10 minutes (NCCL) or 30 (gloo), whatever the world's is."""
+    for group in list(c10d._world.pg_map):
+        if group is not dist.GroupMember.NON_GROUP_MEMBER:
+            c10d._set_pg_timeout(timeout, group)
 
 
 def _free_port() -> int:

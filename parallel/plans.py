@@ -80,6 +80,9 @@ def plan_of(model: nn.Module) -> Plan:
             f"model family {config.model_type!r} ({name}) reads more than text: take a model of its family that does not (the small ones "
             f"of Gemma 3 are of type 'gemma3_text')"
         )
+    scales = {key: config.to_dict().get(key) for key in ("logits_scaling", "logit_scale")}
+    if any(scale not in (1, None) for scale in scales.values()):
+        raise ValueError(f"model family {config.model_type!r} ({name}) scales its logits ({scales}), which the head does not: take another")
     check_names(model)
     plan = PLANS.get(config.model_type, Plan())
     if not isinstance(dict(model.named_modules()).get(plan.blocks), nn.ModuleList):

@@ -5,9 +5,11 @@ There is no colocated mode: roles that share ranks *are* colocated.
 
 import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 REFERENCE_KEY = "services.ref_model.parallelism"
+ROLES = ("trainer", "ref_model", "generator")
 
 
 @dataclass(kw_only=True)
@@ -152,10 +154,11 @@ class Plan:
         generator = RolePlan(bounds["generator"], generator_tp)
         return cls(sum(map(len, bounds.values())), RolePlan.of(bounds["trainer"], parallelism), generator, ref)
 
-    def table(self) -> str:
-        """The rank table, as `--plan` and the start of a run print it."""
+    def table(self, names: Sequence[str] = ROLES) -> str:
+        """The rank table, as `--plan` and the start of a run print it. names: of the roles that the run has."""
         lines = [f"{self.world_size} ranks", "  role        ranks          replicas x tensor parallel"]
-        for name, role in (("trainer", self.trainer), ("ref_model", self.reference), ("generator", self.generator)):
+        roles = dict(zip(ROLES, (self.trainer, self.reference, self.generator), strict=True))
+        for name, role in ((name, roles[name]) for name in names):
             if role is None:
                 lines.append(f"  {name:<11} none")
                 continue

@@ -51,13 +51,17 @@ class Switches:
                 f"training.cpu_offload={self.offload} on a CPU: everything is in host memory already; set training.cpu_offload: none, or "
                 f"device: cuda"
             )
-        if self.compiled and tp > 1:
-            raise ValueError(
-                f"training.compile=true with parallelism.tensor_parallel_degree={tp}: torch does not compile "
-                f"layers cut over ranks for rows of any length; set training.compile: false, or the degree to 1"
-            )
+        self.check_cut(tp)
         if self.compiled:
             _check_compiler(device)
+
+    def check_cut(self, tp: int, key: str = "parallelism") -> None:
+        """ValueError where blocks that `tp` ranks share, as the section `key` says, cannot be what is asked for."""
+        if self.compiled and tp > 1:
+            raise ValueError(
+                f"training.compile=true with {key}.tensor_parallel_degree={tp}: torch does not compile "
+                f"layers cut over ranks for rows of any length; set training.compile: false, or the degree to 1"
+            )
 
     def prepare(self, block: nn.Module) -> None:
         """Wrap the forward of a transformer block, in place, before `fully_shard`, whose hooks then stay outside."""

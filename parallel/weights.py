@@ -34,7 +34,6 @@ class NamedTensor(NamedTuple):
 
 
 Bucket = list[NamedTensor]
-BUCKET_BYTES = 256 * 2**20
 
 
 class Parcel(NamedTuple):

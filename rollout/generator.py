@@ -20,7 +20,7 @@ from transformers import AutoConfig
 from batch import Completion, Group, Prompt
 from model import ModelSource, head_width
 from parallel import memory
-from parallel.memory import Remedy, Residency, allocated, capacity, empty_cache, explained, residency, training_bytes
+from parallel.memory import Remedy, Residency, agreed, allocated, capacity, empty_cache, explained, residency, training_bytes
 from parallel.placement import Grid, Placement, holds, share, shares_ranks
 from parallel.sub_world import OwnRandomState, sub_world
 from parallel.switches import ALL_OFF, Switches
@@ -111,7 +111,8 @@ class Generator:
             weights = before if policy_bytes is None else policy_bytes
             itemsize, tokens = getattr(torch, dtype).itemsize, -(-row_tokens // place.trainer.cp)
             needed = training_bytes(weights, tokens=tokens, itemsize=itemsize, switches=switches, **_widths(source))
-            self._residency = residency(place.device, needed, sum(block.handle[1] for block in _blocks("kv_cache")))
+            choice = residency(place.device, needed, sum(block.handle[1] for block in _blocks("kv_cache")))
+            self._residency = agreed(choice, self._replica)
 
     def _arguments(self, source: ModelSource, cfg: GeneratorConfig, place: Placement) -> dict[str, Any]:
         shape = _shape(source)

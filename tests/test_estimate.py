@@ -112,7 +112,7 @@ def test_a_plan_of_a_model_at_hand_says_bytes_and_one_of_a_model_that_is_not_say
 
 
 def test_what_will_not_fit_a_gpu_is_told_with_the_keys_to_change():
-    shape = Shape(cut=7 * 10**9, whole=10**9, layers=32, hidden=4096, intermediate=14336, heads=6144, kv=2048)
+    shape = Shape(cut=7 * 10**9, whole=10**9, layers=32, hidden=4096, intermediate=14336, heads=6144, kv=2048, kv_heads=8)
 
     def told(services: ServicesConfig | None, world: int, **options: Any) -> list[str]:
         plan = Plan.make(services, ParallelismConfig(), colocate=False, wants_reference=False, world_size=world)
@@ -127,7 +127,7 @@ def test_what_will_not_fit_a_gpu_is_told_with_the_keys_to_change():
 
 
 
-BIG = Shape(cut=7 * 10**9, whole=10**9, layers=32, hidden=4096, intermediate=14336, heads=6144, kv=2048)
+BIG = Shape(cut=7 * 10**9, whole=10**9, layers=32, hidden=4096, intermediate=14336, heads=6144, kv=2048, kv_heads=8)
 
 
 def planned(services: ServicesConfig | None, world: int, **options: Any) -> Estimate:
@@ -163,6 +163,27 @@ def test_the_phases_of_roles_on_ranks_of_their_own_do_not_touch():
     assert trainer["train"] == told.weights + told.training.peak and trainer["score"] == told.weights + told.training.kept
     assert reference["score"] == told.reference + told.scoring and reference["train"] == told.reference
     assert set(generator.values()) == {told.engine_weights + kv_cache, told.engine_weights + kv_cache + told.syncing}
+
+
+@pytest.mark.parametrize(("tp", "heads"), [(1, 8), (4, 2), (8, 1), (16, 1)])
+def test_engine_ranks_beyond_the_key_value_heads_repeat_them_and_have_no_smaller_a_cache(tp, heads):
+    services = ServicesConfig(trainer=ServiceConfig(procs=1), generator=ServiceConfig(procs=tp))
+    assert planned(services, 1 + tp).kv_per_token == 2 * 32 * heads * 2 * 128  # bf16, 32 layers, keys and values of heads of 128
+
+
+def test_weights_on_the_host_are_in_no_phase_on_the_gpu():
+    here = planned(None, 8)
+    there = replace(here, switches=Switches("full", offload="parameters"))
+    assert there.gradients == 0 and there.weights == here.weights > 0
+    for phase, count in there.phases(0, 0.3, 0)[tuple(range(8))].items():
+        least = 4 if phase == "train" else 3  # weights and moments, and in training gradients
+        assert here.phases(0, 0.3, 0)[tuple(range(8))][phase] - count == least * here.weights
+    assert here.parks_reference(30 * GIB, 0.3) and not there.parks_reference(30 * GIB, 0.3)
+
+
+def test_a_sync_counts_the_largest_tensor_twice():
+    large = replace(BIG, largest=10**9)
+    assert replace(planned(None, 8), shape=large).syncing == planned(None, 8).syncing + 2 * 2 * 10**9
 
 
 def test_a_plan_for_gpus_of_a_size_says_what_their_kv_cache_holds(checkpoint_of, monkeypatch, capsys):

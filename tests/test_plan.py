@@ -6,9 +6,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from transformers import LlamaConfig
+from transformers import AutoConfig, LlamaConfig
 
 import train_grpo
+import train_sft
 from parallel.fit import check_engine
 from parallel.placement import check_gpus
 
@@ -210,6 +211,10 @@ MODEL_LIMITS = [  # of 4 attention heads, 2 key-value heads, 2 layers and 192 co
      "vLLM asks of an engine's ranks; set it to 1, 2 or 4, and use more ranks with services.generator.num_replicas"),
     (["colocate=true", "grpo.beta=0.1", "services.ref_model.parallelism.tensor_parallel_degree=4"], 4,
      "services.ref_model.parallelism.tensor_parallel_degree=4 does not divide the model's 2 key-value heads"),
+    (["training.compile=true", "parallelism.tensor_parallel_degree=2"], 2, "training.compile=true with "
+     "parallelism.tensor_parallel_degree=2: "),
+    (["colocate=true", "grpo.beta=0.1", "training.compile=true", "services.ref_model.parallelism.tensor_parallel_degree=2"], 2,
+     "training.compile=true with services.ref_model.parallelism.tensor_parallel_degree=2: "),
 ]  # fmt: skip
 
 
@@ -218,6 +223,35 @@ def test_what_a_model_at_hand_cannot_be_cut_into_is_told_by_the_plan(arguments, 
     with pytest.raises(ValueError) as error:
         planned(f"model={tiny_qwen3}", *GIVEN, *arguments, f"--plan={ranks}")
     assert str(error.value).startswith(message)
+
+
+SIZES = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2, "hidden_size": 64, "intermediate_size": 64}
+ROPE = {"rope_theta": 1e4, "factor": 4.0}
+LONGROPE = ROPE | {"rope_type": "longrope", "short_factor": [1.0] * 16, "long_factor": [4.0] * 16, "original_max_position_embeddings": 64}
+
+
+@pytest.mark.parametrize(("kind", "sizes", "message"), [
+    ("gpt2", {}, "model family 'gpt2' (GPT2LMHeadModel) has no blocks at 'model.layers'"),
+    ("gemma3", {}, "model family 'gemma3' (Gemma3ForConditionalGeneration) reads more than text"),
+    ("granite", SIZES | {"logits_scaling": 8.0}, "model family 'granite' (GraniteForCausalLM) scales its logits"),
+    ("llama", SIZES | {"max_position_embeddings": 64, "rope_parameters": ROPE | {"rope_type": "dynamic"}},
+     "training.seq_len=65: the model's rotary embeddings (dynamic) change for a whole row of sequences when one of them has more than 64"),
+    ("phi3", SIZES | {"pad_token_id": 0, "original_max_position_embeddings": 64, "rope_parameters": LONGROPE},
+     "training.seq_len=65: the model's rotary embeddings (longrope) change for a whole row of sequences when one of them has more than 64"),
+])  # fmt: skip
+def test_a_model_that_cannot_be_trained_is_told_by_the_plan(kind, sizes, message, planned, tmp_path):
+    AutoConfig.for_model(kind, **sizes).save_pretrained(tmp_path)
+    with pytest.raises(ValueError) as error:
+        planned(f"model={tmp_path}", *GIVEN, "training.seq_len=65", "--plan")
+    assert str(error.value).startswith(message)
+    if "seq_len" in message:  # the remedy
+        assert "1 ranks" in planned(f"model={tmp_path}", *GIVEN, "training.seq_len=64", "--plan")
+
+
+def test_the_plan_of_fine_tuning_has_no_other_role_than_the_trainers(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["train_sft.py", "model=m", "dataset.path=x.jsonl", "--plan=2"])
+    train_sft.main()
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["2", "role", "trainer"]
 
 
 @pytest.mark.parametrize(("sizes", "procs", "why"), [
