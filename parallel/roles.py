@@ -122,6 +122,7 @@ class Plan:
     trainer: RolePlan
     generator: RolePlan
     reference: RolePlan | None
+    samples: bool = True  # false: nothing is sampled, so that no rank of the generator holds an engine
 
     @classmethod
     def make(
@@ -156,7 +157,7 @@ class Plan:
         """The rank table, as `--plan` and the start of a run print it."""
         lines = [f"{self.world_size} ranks", "  role        ranks          replicas x tensor parallel"]
         for name, role in (("trainer", self.trainer), ("ref_model", self.reference), ("generator", self.generator)):
-            if role is None:
+            if role is None or (role is self.generator and not self.samples):
                 lines.append(f"  {name:<11} none")
                 continue
             kind = "engines" if name == "generator" else "FSDP shards"
