@@ -135,6 +135,8 @@ def _at(output: Path, step: int) -> Path:
 def _link(output: Path, best: Best | None) -> None:
     """Let checkpoints/best name the best checkpoint; in one move, so that it never names none."""
     link = output / "checkpoints" / LINK
+    if link.is_dir() and not link.is_symlink():
+        _remove(link)  # a copy of the run's folder has the checkpoint itself there
     if best is None:
         link.unlink(missing_ok=True)
         return

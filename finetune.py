@@ -89,7 +89,8 @@ def check(cfg: Any) -> None:
 def metric_names(cfg: Any) -> list[str]:
     """What the run's evaluations report that can be better or worse."""
     scores = ["eval/accuracy", "eval/reward"] if cfg.rewards else []
-    sampled = [f"eval/sampled_{name}" for name in ("accuracy", "reward", "pass")] if cfg.eval.n_samples else []
+    names = ("accuracy", "reward", *(["pass"] if cfg.eval.n_samples > 1 else []))
+    sampled = [f"eval/sampled_{name}" for name in names] if cfg.eval.n_samples else []
     return ["eval/loss", "eval/perplexity", *scores, *sampled] if cfg.eval.dataset is not None else []
 
 
@@ -157,7 +158,8 @@ class Evaluation:
             self._questions = dict(self._read_questions(tokenizer))
             limits = (training.dtype, training.seq_len, training.row_tokens, training.switches)
             self.generator = Generator(source, cfg.generator, place, *limits, seed=cfg.seed, policy_bytes=policy.local_bytes)
-            self._asleep.enter_context(self.generator.asleep(until_load=True))
+            if saved.step:  # no evaluation comes before the first step
+                self._asleep.enter_context(self.generator.asleep(until_load=True))
 
     def _read_questions(self, tokenizer: Any) -> Iterator[tuple[str, HeldOut]]:
         """By the prefix of their numbers: answered greedily, and sampled, each sample with a seed of its own so that any run draws it."""

@@ -41,7 +41,7 @@ def reference_loop(model: Any, steps: list[list[Episode]], rates: list[float]) -
             logprobs = scores.gather(-1, ids[e.num_prompt_tokens :, None])[:, 0] - scores.exp().sum(-1).log()
             (-(logprobs * mask).sum() / tokens).backward()
         gradients = [p.grad for p in model.parameters()]
-        norm = math.sqrt(sum(float(g.norm()) ** 2 for g in gradients))
+        norm = math.sqrt(sum(g.norm().item() ** 2 for g in gradients))
         torch._foreach_mul_(gradients, min(0.5 / norm, 1.0))
         adamw.step()
         adamw.zero_grad()
@@ -133,7 +133,7 @@ def plain_loss(folder: Path, data: Path, rows: int) -> tuple[float, int]:
         prompt, answer = tokenizer(row["prompt"]).input_ids, [*tokenizer(row["answer"]).input_ids, tokenizer.eos_token_id]
         ids = torch.tensor([prompt + answer])
         labels = ids.masked_fill(torch.arange(ids.shape[1]) < len(prompt), -100)
-        losses += [float(model(ids, labels=labels).loss)] * len(answer)
+        losses += [model(ids, labels=labels).loss.item()] * len(answer)
     return sum(losses) / len(losses), len(losses)
 
 
@@ -214,7 +214,7 @@ def test_answers_to_held_out_prompts_are_scored_the_same_on_one_rank_and_two(tun
     recording = f"rewards={{digits: {{fn: {ROOT}/tests/tiny.py:share_of_digits}}}}"
     asked = ["eval.every=2", "eval.n_samples=3", "eval.max_prompts=5", "eval.max_new_tokens=6", "training.steps=3"]
     alone, two = (tune(r, recording, *asked, "generator.max_num_seqs=16", "checkpoint.best=eval/reward") for r in (1, 2))
-    for name in ("reward", "accuracy", "len", "prompts", "sampled_reward", "sampled_pass", "loss"):
+    for name in ("reward", "accuracy", "len", "prompts", "sampled_reward", "sampled_accuracy", "sampled_pass", "loss"):
         ours, theirs = alone.column(f"eval/{name}"), two.column(f"eval/{name}")
         assert len(ours) == 3 and ours == pytest.approx(theirs, rel=1e-5), name
     assert alone.column("eval/prompts") == [5, 5, 5] and max(alone.column("eval/reward")) > 0

@@ -90,7 +90,7 @@ def test_losses_gradient_norms_and_weights_are_those_of_one_rank(layout, spread,
     for ours, theirs in zip(run.steps, alone.steps, strict=True):
         counted = {name for name in theirs if name.startswith(("loss/", "grad/", "optim/", "data/"))}
         assert counted == {name for name in ours if name.startswith(("loss/", "grad/", "optim/", "data/"))}
-        for name in counted:
+        for name in counted - {"data/packing_efficiency"}:  # replicas pack their rows apart
             assert ours[name] == pytest.approx(theirs[name], rel=1e-5, abs=1e-8), f"{name}, step {theirs['step']}"
     assert alone.steps[-1]["loss/policy"] < alone.steps[0]["loss/policy"] - 0.1, "nothing was learnt: nothing is tested"
     assert_same_weights(run.weights, alone.weights)
