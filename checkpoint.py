@@ -1,5 +1,6 @@
 """Save and resume everything a run needs, with a mark that says "whole"."""
 
+import os
 import pickle
 import shutil
 from dataclasses import dataclass, field, replace
@@ -9,6 +10,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from batch import Group
+from best import Best, Mode
 from metrics import Clock
 from model import Model
 from parallel.exchange import from_each, from_root
@@ -18,13 +20,18 @@ from trainer import Trainer
 
 REFERENCE = "reference"  # folder of a moved reference's weights, inside the checkpoint's
 MARK = "WHOLE"  # written last: a folder without it is never resumed from
+LINK = "best"  # beside the checkpoints' folders: a symbolic link to the best one
 
 
 @dataclass(kw_only=True)
 class CheckpointConfig:
     every: int = 0  # steps between checkpoints, rounded up to a step that syncs the weights; 0: none but the last
     keep: int = 2  # newest checkpoints to keep; 0: all
-    export_hf: bool = False  # true: write the final model to <output>/hf as a Hugging Face checkpoint
+    # metric of evaluations, such as eval/loss: the checkpoint that is best by it is kept as well (<output>/checkpoints/best); null: none
+    best: str | None = None
+    best_mode: Mode = "auto"  # is less or more of it better? auto: less of a loss or a perplexity, more of anything else
+    # true: write the final model to <output>/hf as a Hugging Face checkpoint, and the best one, where `best` is set, to <output>/hf_best
+    export_hf: bool = False
 
     def check(self) -> None:
         for key, value in (("every", self.every), ("keep", self.keep)):
@@ -55,6 +62,8 @@ class Saved:
     engine_random: list[tuple | None] = field(default_factory=list)  # and of its engine's, where it has one
     recent: list[float] = field(default_factory=list)  # losses of the last steps, for an early stop
     refreshes: int = 0  # how often the reference has moved to the policy
+    best: Best | None = None  # by checkpoint.best
+    stopping: Best | None = None  # by the metric of an early stop
     folder: Path | None = None  # of weights and moments
 
 
@@ -71,15 +80,17 @@ def save(
     recent: list[float] | None = None,
     engine_random: tuple | None = None,
     reference: Model | None = None,
+    best: Best | None = None,
+    stopping: Best | None = None,
 ) -> None:
-    """Write `output/checkpoints/step_N`, with the mark last, then remove the oldest. Collective over the world.
+    """Write `output/checkpoints/step_N`, with the mark last, then remove the oldest but the best. Collective over the world.
 
     engine_random: this rank's; all else is equal on all ranks. reference: kept where its weights have left the checkpoint they came from.
 
     Those of later steps are removed too: like the lines of metrics.jsonl, they are of a run that this one has taken the place of.
     """
     with clock.phase("ckpt"):
-        saved = Saved(step, trainer.updates, position, waiting or [], recent=recent or [])
+        saved = Saved(step, trainer.updates, position, waiting or [], recent=recent or [], best=best, stopping=stopping)
         saved = replace(saved, refreshes=reference.refreshes if reference is not None else 0)
         _save(output, trainer, reference, place, cfg, saved, engine_random)
 
@@ -93,7 +104,7 @@ def _save(
     saved: Saved,
     engine: tuple | None,
 ) -> None:
-    folder = output / "checkpoints" / f"step_{saved.step}"
+    folder = _at(output, saved.step)
     if place.is_root:
         _remove(folder)  # left by a save that was interrupted, or by a run that this one replaces
         folder.mkdir(parents=True)
@@ -110,10 +121,29 @@ def _save(
             if _steps(later) > saved.step:
                 _remove(later)  # of a run that this one replaces: `auto` must not go on from there
         (folder / MARK).touch()
-        if cfg.keep:
-            for old in whole(output)[: -cfg.keep]:
+        _link(output, saved.best)
+        for old in whole(output)[: -cfg.keep] if cfg.keep else []:
+            if saved.best is None or _steps(old) != saved.best.step:
                 _remove(old)
     from_root(None, place)
+
+
+def _at(output: Path, step: int) -> Path:
+    return output / "checkpoints" / f"step_{step}"
+
+
+def _link(output: Path, best: Best | None) -> None:
+    """Let checkpoints/best name the best checkpoint; in one move, so that it never names none."""
+    link = output / "checkpoints" / LINK
+    if link.is_dir() and not link.is_symlink():
+        _remove(link)  # a copy of the run's folder has the checkpoint itself there
+    if best is None:
+        link.unlink(missing_ok=True)
+        return
+    new = link.with_name(f"{LINK}.new")
+    new.unlink(missing_ok=True)
+    new.symlink_to(f"step_{best.step}")
+    os.replace(new, link)
 
 
 def _remove(folder: Path) -> None:
@@ -144,6 +174,8 @@ def find(resume: str, output: Path, place: Placement) -> Saved:
     elif resume == "never":
         for old in whole(output) if place.is_root else []:
             _remove(old)  # or `auto` would go on from it, should this run end before its first checkpoint
+        if place.is_root:
+            _link(output, None)
     else:
         folder = Path(resume)
         if not (folder / MARK).exists():
@@ -156,7 +188,12 @@ def find(resume: str, output: Path, place: Placement) -> Saved:
         return Saved()
     if place.is_root:
         print(f"resuming from {folder}", flush=True)
-    return replace(pickle.loads((folder / "run.pkl").read_bytes()), folder=folder)
+    saved = replace(pickle.loads((folder / "run.pkl").read_bytes()), folder=folder)
+    if saved.best is not None and not from_root((_at(output, saved.best.step) / MARK).exists(), place):
+        if place.is_root:
+            print(f"the best checkpoint so far, of step {saved.best.step}, is not in {output}: the best is sought anew", flush=True)
+        saved = replace(saved, best=None)
+    return saved
 
 
 def restore(saved: Saved, trainer: Trainer, place: Placement, reference: Model | None = None) -> None:
@@ -177,3 +214,15 @@ def restore(saved: Saved, trainer: Trainer, place: Placement, reference: Model |
         reference.refreshes = saved.refreshes
     if len(saved.random) == dist.get_world_size():
         set_random_state(saved.random[dist.get_rank()])
+
+
+def export_best(output: Path, best: Best | None, trainer: Trainer, place: Placement) -> None:
+    """Write the model of the best checkpoint to `output/hf_best`, where there is one. The trainer has its weights afterwards.
+
+    For the end of a run. Collective over the trainer's mesh.
+    """
+    if best is None or not trainer.model.is_local:
+        return
+    weights = {name: tensor for name, tensor in trainer.state().items() if name.startswith("weight/")}
+    dcp.load(weights, checkpoint_id=_at(output, best.step), process_group=place.trainer_group)
+    trainer.model.export(output / "hf_best")

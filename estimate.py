@@ -131,7 +131,8 @@ class Estimate:
 
     def on_one_gpu(self, *names: str) -> bool:
         """Do these roles share ranks, and are all of them on the run's device?"""
-        roles = {"trainer": self.plan.trainer, "ref_model": self.plan.reference, "generator": self.plan.generator}
+        roles = {"trainer": self.plan.trainer, "ref_model": self.plan.reference}
+        roles["generator"] = self.plan.generator if self.plan.samples else None
         found = [roles[name] for name in names]
         return bool(set.intersection(*(set() if r is None or r.on_cpu else set(r.ranks) for r in found)))
 
@@ -150,7 +151,7 @@ class Estimate:
         """
         idle = 0 if self.parks_reference(total, share) else self.reference
         alike: dict[tuple[bool, bool, bool], list[int]] = {}
-        roles = (self.plan.trainer, self.plan.reference, self.plan.generator)
+        roles = (self.plan.trainer, self.plan.reference, self.plan.generator if self.plan.samples else None)
         for rank in range(self.plan.world_size):
             held = [role is not None and rank in role.ranks for role in roles]
             alike.setdefault((held[0], held[1] and not (self.plan.reference and self.plan.reference.on_cpu), held[2]), []).append(rank)
@@ -168,6 +169,8 @@ class Estimate:
                 "train": kept + asleep + trains * (self.training.peak - self.training.kept),
                 "sync": kept + max(asleep, samples * self.engine_weights) + (trains or samples) * self.syncing,
             }
+            if not self.plan.samples:
+                table[tuple(ranks)] = {"train": table[tuple(ranks)]["train"]}
         return table
 
     def lines(self, seq_len: int, total: int = 0, share: float = 0.5, kv_cache: int = 0) -> list[str]:
@@ -186,14 +189,20 @@ class Estimate:
             where = ", in host memory while idle" if self.parks_reference(total, share) else ""
             where = " on the CPU" if self.plan.reference.on_cpu else where
             lines.append(f"  ref_model   weights {_gib(self.reference)}{where}")
+        if not self.plan.samples:
+            return [*lines, *self._in_use(total, share, 0)]
         cache = f"KV cache {self.kv_per_token / 2**10:.1f} KiB a token: {_gib(sequence)} for a sequence of {seq_len}"
         lines.append(f"  generator   weights {_gib(self.engine_weights)}, {cache}")
         if kv_cache := max(int(total * share) - self.engine_weights, 0) if total else kv_cache:
             tokens = kv_cache // self.kv_per_token
             held = f"{tokens} tokens or {tokens // seq_len} sequences of {seq_len}"
             lines.append(f"  KV cache    at most {_gib(kv_cache)}, {held} in each engine")
-        told = f"GPUs of {_gib(total)}" if total else "" if kv_cache else "without the KV cache; --plan=RANKSxGIB counts it"
-        lines.append("in use by phase, at most" + (f" ({told})" if told else ""))
+        return [*lines, *self._in_use(total, share, kv_cache)]
+
+    def _in_use(self, total: int, share: float, kv_cache: int) -> list[str]:
+        known = kv_cache or not self.plan.samples
+        told = f"GPUs of {_gib(total)}" if total else "" if known else "without the KV cache; --plan=RANKSxGIB counts it"
+        lines = ["in use by phase, at most" + (f" ({told})" if told else "")]
         for ranks, phases in self.phases(total, share, kv_cache).items():
             numbers = ", ".join(f"{phase} {_gib(count)}" for phase, count in phases.items())
             lines.append(f"  {span(list(ranks)):<11} {numbers}")
@@ -203,7 +212,7 @@ class Estimate:
         """What will not fit a GPU of `total` bytes of which the engine takes `share`, where trainer and engine share it."""
         engine, kept = int(total * share), self.weights_on_device + self.training.kept
         found = []
-        if set(self.plan.trainer.ranks) & set(self.plan.generator.ranks) and engine + kept > total:
+        if self.on_one_gpu("trainer", "generator") and engine + kept > total:
             found.append(
                 f"warning: the engine's share of {_gib(engine)} and the policy's weights and moments of {_gib(kept)} exceed the GPU's "
                 f"{_gib(total)}: lower generator.gpu_memory_utilization or raise the trainer's ranks"
@@ -226,7 +235,7 @@ class Estimate:
                     f"warning: scoring takes up to {_gib(needed)} of the GPU's {_gib(total)} on the reference's ranks: raise "
                     f"services.ref_model.procs or lower training.max_tokens_per_batch"
                 )
-        if self.engine_weights > engine:
+        if self.plan.samples and self.engine_weights > engine:
             found.append(
                 f"warning: the engine's weights of {_gib(self.engine_weights)} exceed its share of {_gib(engine)}: raise "
                 f"generator.gpu_memory_utilization or services.generator.procs"

@@ -9,8 +9,8 @@ import re
 import statistics
 import sys
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -37,7 +37,7 @@ from parallel.fit import check_model, check_switches, idle_ranks
 from parallel.hardware import is_kept_on_cpu, largest_memory
 from parallel.memory import CPU_SEQS, GIB, capacity, cpu_kv_cache
 from parallel.placement import Placement
-from parallel.roles import ROLES, ParallelismConfig, Plan, ServicesConfig
+from parallel.roles import ParallelismConfig, Plan, ServicesConfig
 from rollout.sampling import Sampling, sampling_seed
 from trainer import TrainingConfig
 
@@ -189,13 +189,23 @@ def required_dataset(dataset: DatasetConfig | None) -> DatasetConfig:
     return dataset
 
 
-SUPERVISED = ("trainer",)  # the roles of fine-tuning
+SHOW = "--show-batch"  # or --show-batch=N, of train_sft.py: print the first (N) rows of the first step as they are trained, and end
 PLAN = "--plan"  # or --plan=N: print who does what on N ranks (default: as many as the config needs), and end; =NxG: on GPUs of G GiB
 
 
-def arguments() -> list[str]:
-    """The command line without --plan, for config.load."""
-    return [a for a in sys.argv[1:] if a.partition("=")[0] != PLAN]
+def arguments(*flags: str) -> list[str]:
+    """The command line without --plan and other `flags`, for config.load."""
+    return [a for a in sys.argv[1:] if a.partition("=")[0] not in (PLAN, *flags)]
+
+
+def asked_rows() -> int | None:
+    """--show-batch[=ROWS]: the number of rows to show; None where it was not asked."""
+    asked = next((a.partition("=")[2] for a in sys.argv[1:] if a.partition("=")[0] == SHOW), None)
+    if asked is None:
+        return None
+    if asked and (not asked.isdecimal() or not int(asked)):
+        raise ValueError(f"{SHOW}={asked}: must be a number of rows, at least 1")
+    return int(asked or 4)
 
 
 def check_repeatable(grpo: GRPOConfig, training: TrainingConfig) -> None:
@@ -213,6 +223,8 @@ def plan_grpo(loss: Any, cfg: Any) -> Plan | None:
     ValueError when the roles do not fit the ranks that torchrun started, or the loss lacks its reference.
     """
     grpo, training, services, colocate = cfg.grpo, cfg.training, cfg.services, cfg.colocate
+    if cfg.checkpoint.best is not None:
+        raise ValueError(f"checkpoint.best={cfg.checkpoint.best}: train_sft.py alone keeps a best checkpoint; remove the key")
     check_repeatable(grpo, training)
     needs = requires_reference(loss) or grpo.kl_in_reward > 0
     if services is not None and services.ref_model is None and needs and not colocate:
@@ -228,6 +240,16 @@ def plan_grpo(loss: Any, cfg: Any) -> Plan | None:
         )
     options: dict[str, Any] = {"model": cfg.model, "training": training, "colocate": colocate, "wants_reference": wants}
     return make_plan(services, cfg.parallelism, **options, more=partial(plan_notes, cfg))
+
+
+def plan_sft(cfg: Any) -> Plan | None:
+    """The trainer on all ranks, and an engine on each where there are rewards; None when --plan asked to print that and no more."""
+
+    def notes(plan: Plan, gpu: int) -> list[str]:
+        return idle(cfg, plan, None) + plan_bytes(cfg, plan, gpu)
+
+    options: dict[str, Any] = {"model": cfg.model, "colocate": True, "wants_reference": False, "samples": bool(cfg.rewards)}
+    return make_plan(None, cfg.parallelism, training=cfg.training, **options, more=notes)
 
 
 def plan_notes(cfg: Any, plan: Plan, gpu: int) -> list[str]:
@@ -299,29 +321,30 @@ def make_plan(
     training: TrainingConfig,
     colocate: bool,
     wants_reference: bool,
-    roles: Sequence[str] = ROLES,
+    samples: bool = True,
     more: Callable[[Plan, int], list[str]] = lambda _plan, _gpu: [],
 ) -> Plan | None:
     """`Plan.make` for the ranks that torchrun started, or for --plan's, which also prints what `more` says of the plan and its GPU.
 
-    roles: that the run has. ValueError also where the model cannot be spread so, if its config is at hand.
+    samples: whether anything is sampled. ValueError also where the model cannot be spread so, if its config is at hand.
     """
     asked = asked_plan()
     started = int(os.environ.get("WORLD_SIZE", 1))
     size = started if asked is None else asked[0]
     plan = Plan.make(services, parallelism, colocate=colocate, wants_reference=wants_reference, world_size=size)
+    plan = replace(plan, samples=samples)
     if (shape := config_at_hand(model)) is not None:  # otherwise `open_run` reads it
         check_model(shape, plan, training.seq_len)
     check_switches(training.switches, plan)
     if asked is None:
         return plan
-    print("\n".join([plan.table(roles), *more(plan, asked[1])]), flush=True)
+    print("\n".join([plan.table(), *more(plan, asked[1])]), flush=True)
     return None
 
 
 # What may differ between a run and its continuation: how far and where it runs, and what it writes.
-FREE_KEYS = {"resume", "output", "device", "services", "colocate", "parallelism", "generator", "eval", "checkpoint", "metrics"}
-FREE_KEYS |= {f"training.{key}" for key in ("steps", "max_tokens_per_batch", "activation_checkpointing", "compile", "cpu_offload")}
+FREE_KEYS = set("resume output device services colocate parallelism generator eval checkpoint metrics early_stop".split())
+FREE_KEYS |= {f"training.{key}" for key in "steps epochs max_tokens_per_batch activation_checkpointing compile cpu_offload".split()}
 
 
 def check_same_run(output: Path, before: dict, now: dict) -> None:
@@ -365,8 +388,7 @@ def open_run(cfg: Any, place: Placement, loss: Any = None) -> Path:
         output.mkdir(parents=True, exist_ok=True)
         (output / "config.yaml").write_text(config.dump(cfg))
         warned = idle(cfg, place.plan, cfg.grpo.n_samples if loss is not None else None)
-        table = place.plan.table(SUPERVISED if loss is None else ROLES)
-        print("\n".join([table, *warned, f"run folder {output}"]), flush=True)
+        print("\n".join([place.plan.table(), *warned, f"run folder {output}"]), flush=True)
         if loss is not None:
             settings = objective_settings(loss, cfg.loss, cfg.grpo, cfg.training, cfg.rewards)
             found = (line if line.startswith("note: ") else f"warning: {line}" for line in lint(loss, settings))

@@ -66,14 +66,14 @@ def main() -> None:
         train(cfg, place, startup.open_run(cfg, place, loss), dataset, loss, advantage, scorer)
 
 
-def handles(cfg: Config, place: Placement, source: ModelSource, loss: Any) -> tuple[Model, Model | None, Trainer, Generator]:
+def handles(cfg: Config, place: Placement, loss: Any, total: int | None) -> tuple[Model, Model | None, Trainer, Generator]:
     """Policy and reference compute log-probs at the sampling temperature; off-policy data carries truncated importance weights."""
-    training, grpo = cfg.training, cfg.grpo
+    training, grpo, source = cfg.training, cfg.grpo, ModelSource(*config.model_source(cfg.model))
     spread = partial(Model, source, dtype=training.dtype, temperature=grpo.temperature, max_tokens=training.row_tokens)
     policy = spread(place.trainer, trainable=True, switches=training.switches)
     parked = place.reference is not None and startup.parks_reference(cfg, place)
     reference = spread(place.reference, trainable=False, switches=training.switches, parked=parked) if place.reference else None
-    trainer = Trainer(policy, training, loss, correction=grpo.corrected(training), top_entropy=grpo.top_entropy)
+    trainer = Trainer(policy, training, loss, correction=grpo.corrected(training), top_entropy=grpo.top_entropy, total=total)
     limits = (training.dtype, training.seq_len, training.row_tokens, training.switches)
     return policy, reference, trainer, Generator(source, cfg.generator, place, *limits, seed=cfg.seed, policy_bytes=policy.local_bytes)
 
@@ -83,13 +83,13 @@ def train(cfg: Config, place: Placement, output: Path, dataset: DatasetConfig, l
     saved = checkpoint.find(cfg.resume, output, place)
     read = partial(PromptStream, tokenizer=source.tokenizer(), max_prompt_tokens=training.seq_len - 1)  # a response token must fit
     prompts = read(dataset, seed=cfg.seed, epochs=training.passes, position=saved.position)
+    total = training.steps if training.steps is not None else prompts.steps_in_all(training.prompts_per_rollout)  # None: a stream
     sampling = grpo.sampling(cfg.seed, place.device)
     held_out = HeldOut(cfg.eval, read, sampling, place, clock)
-    policy, reference, trainer, generator = handles(cfg, place, source, loss)
+    policy, reference, trainer, generator = handles(cfg, place, loss, total)
     checkpoint.restore(saved, trainer, place, reference)
     clock.watch(partial(residents, policy, reference, trainer, generator), BORDERS)
     rollouts = Rollouts(prompts, training.prompts_per_rollout, grpo.n_samples, generator, scorer, sampling, place, clock, saved)
-    total = training.steps if training.steps is not None else prompts.steps_in_all(training.prompts_per_rollout)  # None: a stream
     log = Log(cfg.metrics, output, place.is_root, total, clock, resumed_after=saved.step)
     step = published = saved.step  # steps done, and by the policy that the engines hold
 

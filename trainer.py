@@ -25,7 +25,8 @@ from parallel.switches import Switches, blank_state, blank_state_on_host, step_b
 
 @dataclass(kw_only=True)
 class TrainingConfig:
-    steps: int | None = None  # rollouts to train on; null: one pass over the data
+    steps: int | None = None  # rollouts to train on; null: what `epochs` takes
+    epochs: int | None = None  # passes over the data, in place of steps; null: one, where steps is null too
     batch_size: int = 4  # prompts (SFT: rows of the dataset) per optimizer step, times gradient_accumulation_steps
     gradient_accumulation_steps: int = 1  # multiplies batch_size; how a step is cut into passes, max_tokens_per_batch decides
     max_tokens_per_batch: int | None = None  # tokens in one forward pass of one replica; null: 16384, or seq_len if that is more
@@ -36,8 +37,11 @@ class TrainingConfig:
     cpu_offload: Literal["none", "optimizer", "parameters"] = "none"  # in host memory: AdamW's moments; weights and gradients as well
     deterministic: bool = False  # true: torch's deterministic mode; two runs are equal bit for bit on a GPU too
     learning_rate: float = 1e-6  # peak of the schedule
-    schedule: Literal["constant", "linear", "cosine"] = "constant"  # after the warm-up; linear and cosine fall to 0 at training.steps
+    # after the warm-up; linear and cosine fall from there to the run's end, wsd (warm-up, stable, decay) in its last decay_steps
+    schedule: Literal["constant", "linear", "cosine", "wsd"] = "constant"
     warmup_steps: int = 0  # steps over which the learning rate rises from 0
+    decay_steps: int | None = None  # wsd: steps of the linear fall at the end; null: a tenth of the run's
+    min_lr_ratio: float = 0.0  # share of learning_rate at which a schedule ends
     weight_decay: float = 0.0  # AdamW's, on matrices only
     adam_beta1: float = 0.9  # AdamW's decay of the first moment
     adam_beta2: float = 0.95  # AdamW's decay of the second moment
@@ -55,6 +59,8 @@ class TrainingConfig:
                 raise ValueError(f"{key}={vars(self)[key]}: must be at least 1")
         if self.steps is not None and self.steps < 0:
             raise ValueError(f"steps={self.steps}: must be 0 or more, or null for one pass over the data")
+        if self.epochs is not None and (self.epochs < 1 or self.steps is not None):
+            raise ValueError(f"epochs={self.epochs} with steps={self.steps}: give one of the two, or neither; epochs are at least 1")
         if self.seq_len < 2:
             raise ValueError(f"seq_len={self.seq_len}: must be at least 2, a prompt token and a response token")
         if self.max_tokens_per_batch is not None and self.max_tokens_per_batch < self.seq_len:
@@ -76,8 +82,30 @@ class TrainingConfig:
                 raise ValueError(f"{key}={vars(self)[key]}: must be at least 0 and below 1")
         if self.adam_eps <= 0:
             raise ValueError(f"adam_eps={self.adam_eps}: must be above 0")
-        if self.schedule != "constant" and self.steps is None:
-            raise ValueError(f"schedule={self.schedule} needs training.steps, the step at which the learning rate reaches 0")
+        if not 0 <= self.min_lr_ratio <= 1:
+            raise ValueError(f"min_lr_ratio={self.min_lr_ratio}: must be at least 0 and at most 1, the peak itself")
+        if self.decay_steps is not None and (self.schedule != "wsd" or self.decay_steps < 1):
+            raise ValueError(f"decay_steps={self.decay_steps} with schedule={self.schedule}: it is wsd's, and at least 1")
+        if self.schedule != "constant" and self.steps is None and self.epochs is None:
+            raise ValueError(f"schedule={self.schedule} needs training.steps or training.epochs, at whose end the learning rate has fallen")
+        if self.steps is not None:
+            self.check_schedule(self.steps)
+
+    def check_schedule(self, total: int | None) -> None:
+        """ValueError where the schedule does not fit a run of `total` steps; None: not known."""
+        if self.schedule != "constant" and total is None:
+            raise ValueError(
+                f"schedule={self.schedule} with epochs={self.epochs}: the rows are not counted beforehand (streaming, or overlong: split); "
+                f"set training.steps"
+            )
+        if self.schedule == "wsd" and total and self.warmup_steps + self.decay(total) > total:
+            raise ValueError(
+                f"decay_steps={self.decay(total)} with warmup_steps={self.warmup_steps}: together more than the run's {total} steps"
+            )
+
+    def decay(self, total: int) -> int:
+        """Steps over which wsd falls, of a run's `total`."""
+        return self.decay_steps if self.decay_steps is not None else max(total // 10, 1)
 
     def moves_reference(self, step: int, published: int) -> bool:
         """After `step` steps, the last weights having been published after `published`."""
@@ -86,8 +114,8 @@ class TrainingConfig:
 
     @property
     def passes(self) -> int | None:
-        """Over the data: one where `steps` is null, else as many as the steps take."""
-        return 1 if self.steps is None else None
+        """Over the data: `epochs`, or one, where `steps` is null; else None, as many as the steps take."""
+        return (self.epochs or 1) if self.steps is None else None
 
     @property
     def switches(self) -> Switches:
@@ -110,10 +138,13 @@ class Trainer:
     """Trains a Model. Outside the model's mesh there is nothing to train, and `update` returns {}."""
 
     def __init__(
-        self, model: Model, cfg: TrainingConfig, loss: Any, *, correction: Correction | None = None, top_entropy: float = 1.0
-    ):
-        """loss, correction, top_entropy: as `Objective` takes them."""
+        self, model: Model, cfg: TrainingConfig, loss: Any, *, correction: Correction | None = None, top_entropy: float = 1.0,
+        total: int | None = None,
+    ):  # fmt: skip
+        """loss, correction, top_entropy: as `Objective` takes them. total: the run's steps, for the schedule; None: cfg.steps."""
         self.model, self.cfg = model, cfg
+        self._total = cfg.steps if total is None else total
+        cfg.check_schedule(self._total)
         self.objective = Objective(loss, correction=correction, entropy_coef=cfg.entropy_coef, top_entropy=top_entropy)
         self.updates = 0  # optimizer steps taken
         if not model.is_local:
@@ -211,7 +242,7 @@ class Trainer:
         clipped = bool(limit) and norm > limit
         if clipped:
             torch._foreach_mul_([_local(p.grad) for p in self._parameters.values() if p.grad is not None], limit / norm)
-        lr = lr_at(step, self.cfg)
+        lr = lr_at(step, self.cfg, self._total)
         for group in self._adamw.param_groups:
             group["lr"] = lr
         self.updates += 1
@@ -322,14 +353,23 @@ def module_group(name: str) -> str:
     return next(found, "other")
 
 
-def lr_at(step: int, cfg: TrainingConfig) -> float:
-    """Linear warm-up from 0, then the schedule. `step` counts from 0."""
+def lr_at(step: int, cfg: TrainingConfig, total: int | None = None) -> float:
+    """Linear warm-up from 0, then the schedule, which ends after `total` steps (None: cfg.steps). `step` counts from 0.
+
+    WSD (2404.06395) holds the peak until its last steps, so that a run can be made longer from a checkpoint before them.
+
+    >>> [lr_at(step, TrainingConfig(schedule="wsd", warmup_steps=2, decay_steps=4, learning_rate=1.0), total=8) for step in range(9)]
+    [0.5, 1.0, 1.0, 1.0, 1.0, 0.75, 0.5, 0.25, 0.0]
+    """
+    total = cfg.steps if total is None else total
     if step < cfg.warmup_steps:
         return cfg.learning_rate * (step + 1) / cfg.warmup_steps
-    if cfg.schedule == "constant" or cfg.steps is None:
+    if cfg.schedule == "constant" or total is None:
         return cfg.learning_rate
-    done = min((step - cfg.warmup_steps) / max(cfg.steps - cfg.warmup_steps, 1), 1.0)
-    return cfg.learning_rate * ((1 - done) if cfg.schedule == "linear" else (1 + math.cos(math.pi * done)) / 2)
+    start = total - cfg.decay(total) if cfg.schedule == "wsd" else cfg.warmup_steps
+    done = min(max((step - start) / max(total - start, 1), 0.0), 1.0)
+    left = (1 + math.cos(math.pi * done)) / 2 if cfg.schedule == "cosine" else 1 - done
+    return cfg.learning_rate * (cfg.min_lr_ratio + (1 - cfg.min_lr_ratio) * left)
 
 
 def _grid(values: Tensor, batch: Batch) -> Tensor:

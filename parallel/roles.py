@@ -5,13 +5,9 @@ There is no colocated mode: roles that share ranks *are* colocated.
 
 import itertools
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 REFERENCE_KEY = "services.ref_model.parallelism"
-ROLES = ("trainer", "ref_model", "generator")
-
-
 @dataclass(kw_only=True)
 class ServiceConfig:
     procs: int = 1  # ranks of this role; for the generator: tensor-parallel ranks of one replica
@@ -124,6 +120,7 @@ class Plan:
     trainer: RolePlan
     generator: RolePlan
     reference: RolePlan | None
+    samples: bool = True  # false: nothing is sampled, so that no rank of the generator holds an engine
 
     @classmethod
     def make(
@@ -154,11 +151,12 @@ class Plan:
         generator = RolePlan(bounds["generator"], generator_tp)
         return cls(sum(map(len, bounds.values())), RolePlan.of(bounds["trainer"], parallelism), generator, ref)
 
-    def table(self, names: Sequence[str] = ROLES) -> str:
-        """The rank table, as `--plan` and the start of a run print it. names: of the roles that the run has."""
+    def table(self) -> str:
+        """The rank table, as `--plan` and the start of a run print it."""
         lines = [f"{self.world_size} ranks", "  role        ranks          replicas x tensor parallel"]
-        roles = dict(zip(ROLES, (self.trainer, self.reference, self.generator), strict=True))
-        for name, role in ((name, roles[name]) for name in names):
+        for name, role in (("trainer", self.trainer), ("ref_model", self.reference), ("generator", self.generator)):
+            if not self.samples and role is not self.trainer:
+                continue
             if role is None:
                 lines.append(f"  {name:<11} none")
                 continue

@@ -69,7 +69,8 @@ class HeldOut:
     def evaluate(self, generator: Generator, scorer: Scorer) -> dict[str, float]:
         """Mean reward, and accuracy: the share of answers to which the first reward gave 1 or more; {} without prompts.
 
-        Answers whose reward is missing are in neither mean.
+        Of several samples also pass: the share of prompts of which one answer at least got that. Answers whose reward is missing are in
+        no mean.
 
         Every prompt counts once, whatever the number of replicas. Collective over the world.
         """
@@ -79,8 +80,11 @@ class HeldOut:
             share = score_share(generator, scorer, self._prompts, self._cfg.n_samples, self._sampling, self._clock)
             groups = everyone(share, self._place.generator, self._place)
         rewards = [r for g in groups for r in g.rewards if r is not None]
-        first = [r for g in groups for r in next(iter(g.reward_parts.values())) if r is not None]
+        of_prompt = [[r for r in next(iter(g.reward_parts.values())) if r is not None] for g in groups]
+        first = [r for parts in of_prompt for r in parts]
         lengths = [len(c.token_ids) for g in groups for c in g.completions]
         means = {"eval/reward": rewards, "eval/accuracy": [r >= 1 for r in first]}
+        if self._cfg.n_samples > 1:
+            means["eval/pass"] = [max(parts) >= 1 for parts in of_prompt if parts]
         known = {name: statistics.fmean(values) for name, values in means.items() if values}
         return known | {"eval/len": statistics.fmean(lengths), "eval/prompts": len(groups)}

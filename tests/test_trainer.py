@@ -2,6 +2,7 @@
 
 import math
 import shutil
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -241,14 +242,24 @@ SCHEDULES = {
     "constant": [0.25, 0.5, 0.75, 1, 1, 1, 1, 1, 1, 1, 1, 1],
     "linear": [0.25, 0.5, 0.75, 1, 1, 7 / 8, 6 / 8, 5 / 8, 4 / 8, 3 / 8, 2 / 8, 1 / 8, 0],
     "cosine": [0.25, 0.5, 0.75, 1, *((1 + math.cos(math.pi * k / 8)) / 2 for k in range(9))],
+    "wsd": [0.25, 0.5, 0.75, 1, 1, 1, 1, 1, 1, 3 / 4, 2 / 4, 1 / 4, 0],
 }
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_the_learning_rate_rises_linearly_and_then_follows_its_schedule_to_zero(schedule):
-    cfg = TrainingConfig(steps=12, warmup_steps=4, learning_rate=1e-3, schedule=schedule)
+    decay = 4 if schedule == "wsd" else None
+    cfg = TrainingConfig(steps=12, warmup_steps=4, learning_rate=1e-3, schedule=schedule, decay_steps=decay)
     want = [1e-3 * share for share in SCHEDULES[schedule]]
     assert [lr_at(step, cfg) for step in range(len(want))] == pytest.approx(want, abs=1e-18)
+    above = replace(cfg, min_lr_ratio=0.1)
+    floor = [1e-3 * (share if i < 4 or schedule == "constant" else 0.1 + 0.9 * share) for i, share in enumerate(SCHEDULES[schedule])]
+    assert [lr_at(step, above) for step in range(len(want))] == pytest.approx(floor, abs=1e-18)
+
+
+def test_a_decay_without_a_length_is_a_tenth_of_the_run():
+    rates = [lr_at(step, TrainingConfig(schedule="wsd", learning_rate=1.0), total=100) for step in (89, 90, 95, 99)]
+    assert rates == pytest.approx([1, 1, 0.5, 0.1])
 
 
 def test_a_step_uses_and_reports_the_rate_of_its_schedule(trainer_of):

@@ -1,0 +1,229 @@
+"""What train_sft.py does between its steps: rows are read and shown, the policy is evaluated, the best is remembered, the end is seen."""
+
+import math
+import sys
+from collections import deque
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from batch import Episode, packing_efficiency
+from best import Mode, seen
+from checkpoint import Saved
+from config import model_source
+from conversations import Rendered, coloured
+from data import PromptStream
+from examples import ExampleStream, SFTDataConfig
+from metrics import Clock
+from model import Model, ModelSource
+from parallel.exchange import in_order
+from parallel.placement import Placement
+from parallel.weights import stream_weights
+from rollout.evaluate import EvalConfig, HeldOut
+from rollout.generator import Generator
+from rollout.rewards import Scorer
+from rollout.sampling import Sampling
+from startup import asked_rows, reached
+
+
+@dataclass(kw_only=True)
+class SFTEvalConfig:
+    dataset: SFTDataConfig | None = None  # held-out rows: their loss, and with `rewards` what is answered to them; null: no evaluation
+    every: int = 0  # steps between evaluations, besides before the first and after the last; 0: only those
+    max_rows: int | None = None  # so many rows for the loss, the same ones each time; null: all
+    max_prompts: int | None = None  # with rewards: so many rows that are answered, the same ones each time; null: all
+    max_new_tokens: int | None = None  # of an answer at most; null: what training.seq_len leaves after the prompt
+    stop: list[str] = field(default_factory=list)  # strings that end an answer, besides the model's end-of-sequence token
+    n_samples: int = 0  # answers that are sampled for each prompt, besides the greedy one; 0: none
+    temperature: float = 1.0  # of these
+
+    def check(self) -> None:
+        for key in ("every", "n_samples"):
+            if vars(self)[key] < 0:
+                raise ValueError(f"{key}={vars(self)[key]}: must be 0 or more")
+        for key in ("max_rows", "max_prompts", "max_new_tokens"):
+            if (value := vars(self)[key]) is not None and value < 1:
+                raise ValueError(f"{key}={value}: must be at least 1, or null")
+        if self.temperature <= 0:
+            raise ValueError(f"temperature={self.temperature}: must be above 0; the greedy answer is given in any case")
+
+
+@dataclass(kw_only=True)
+class EarlyStopConfig:
+    metric: str = "eval/loss"  # of the evaluations
+    patience: int = 3  # the run ends at the evaluation that is the so many-th in a row without a better value
+    min_delta: float = 0.0  # better by more than this
+    mode: Mode = "auto"  # is less or more of it better? auto: less of a loss or a perplexity, more of anything else
+
+    def check(self) -> None:
+        if self.patience < 1:
+            raise ValueError(f"patience={self.patience}: must be at least 1")
+        if self.min_delta < 0:
+            raise ValueError(f"min_delta={self.min_delta}: must be 0 or more")
+
+
+def check(cfg: Any) -> None:
+    """ValueError where a run's sections do not go together."""
+    for key, neutral in (("updates_per_rollout", 1), ("sync_interval", 1), ("ref_update_interval", 0)):
+        if (value := vars(cfg.training)[key]) != neutral:
+            raise ValueError(f"training.{key}={value}: supervised fine-tuning has neither rollouts nor a reference; remove the key")
+    if cfg.rewards and cfg.eval.dataset is None:
+        raise ValueError("rewards without eval.dataset: they score what is answered to held-out prompts; add it, or remove rewards")
+    if cfg.eval.n_samples and not cfg.rewards:
+        raise ValueError(f"eval.n_samples={cfg.eval.n_samples} without rewards, which score the samples: add some, or set it to 0")
+    stop = cfg.early_stop
+    for key, metric in (("checkpoint.best", cfg.checkpoint.best), ("early_stop.metric", stop.metric if stop else None)):
+        if metric is None:
+            continue
+        if metric not in (known := metric_names(cfg)):
+            told = f"the run's evaluations have {', '.join(known)}" if known else "the run has no evaluations: set eval.dataset"
+            raise ValueError(f"{key}={metric}: {told} (with rewards also eval/accuracy and eval/reward)")
+        if not cfg.eval.every:
+            raise ValueError(f"{key}={metric} needs evaluations to choose from: set eval.every to the steps between them")
+
+
+def metric_names(cfg: Any) -> list[str]:
+    """What the run's evaluations report that can be better or worse."""
+    scores = ["eval/accuracy", "eval/reward"] if cfg.rewards else []
+    names = ("accuracy", "reward", *(["pass"] if cfg.eval.n_samples > 1 else []))
+    sampled = [f"eval/sampled_{name}" for name in names] if cfg.eval.n_samples else []
+    return ["eval/loss", "eval/perplexity", *scores, *sampled] if cfg.eval.dataset is not None else []
+
+
+def read_rows(cfg: Any, tokenizer: Any, position: int = 0) -> ExampleStream:
+    """The run's training rows from `position` on."""
+    training = cfg.training
+    options = {"seq_len": training.seq_len, "overlong": cfg.overlong, "epochs": training.passes}
+    return ExampleStream(cfg.dataset, tokenizer, seed=cfg.seed, position=position, **options)
+
+
+def shows_batch(cfg: Any) -> bool:
+    """Was --show-batch asked for? Then print the first rows of the first step, with what is trained marked.
+
+    Needs the tokenizer and the data only.
+    """
+    if (count := asked_rows()) is None:
+        return False
+    tokenizer = ModelSource(*model_source(cfg.model)).tokenizer()
+    for number, e in enumerate(read_rows(cfg, tokenizer).take(cfg.training.prompts_per_update)[:count], 1):
+        trained = np.concatenate([np.zeros(e.num_prompt_tokens, bool), e.loss_mask > 0])
+        print(f"--- row {number}: {len(trained)} tokens, {trained.sum()} trained\n{coloured(tokenizer, Rendered(e.token_ids, trained))}")
+    return True
+
+
+def data_numbers(episodes: list[Episode], policy: Model) -> dict[str, float]:
+    """Of a step: trained tokens, and the share of its rows of training.max_tokens_per_batch tokens that is filled."""
+    filled = packing_efficiency([len(e.token_ids) for e in episodes], policy.grid.num_replicas, policy.max_tokens)
+    return {"data/tokens": float(sum(int(e.loss_mask.sum()) for e in episodes)), "data/packing_efficiency": filled}
+
+
+def held_out_loss(policy: Model, episodes: list[Episode], place: Placement) -> dict[str, float]:
+    """Of all trained tokens of the episodes: mean negative log-likelihood and its exponential.
+
+    Each episode counts once, whatever the ranks, and the sum is exact, so that its order does not matter. Collective over the world.
+    """
+    logprobs = in_order(policy.logprobs(episodes), policy.grid, place)
+    counted = np.concatenate([values[e.loss_mask > 0] for values, e in zip(logprobs, episodes, strict=True)])
+    loss = -math.fsum(counted.tolist()) / len(counted)
+    perplexity = math.exp(loss) if loss < 700 else math.inf
+    return {"eval/loss": loss, "eval/perplexity": perplexity, "eval/tokens": len(counted), "eval/rows": len(episodes)}
+
+
+class Evaluation:
+    """Held-out rows: their loss, and with rewards what the engine answers to their prompts. The engine sleeps in between.
+
+    Remembers what decides about the checkpoint to keep and about the run's end; all of that is in `state`, and in a checkpoint.
+    """
+
+    def __init__(self, cfg: Any, source: ModelSource, policy: Model, place: Placement, clock: Clock, saved: Saved):
+        """cfg: the run's. saved: where it goes on."""
+        self._cfg, self._policy, self._place, self._clock = cfg, policy, place, clock
+        self.best, self._stopping = saved.best, saved.stopping
+        self._recent = deque(saved.recent, maxlen=10)  # losses
+        self._evaluated = saved.step  # steps before the last evaluation
+        self.generator: Generator | None = None
+        self._asleep = ExitStack()
+        self._episodes: list[Episode] = []
+        if cfg.eval.dataset is None:
+            return
+        training, tokenizer = cfg.training, source.tokenizer()
+        rows = ExampleStream(cfg.eval.dataset, tokenizer, seed=0, seq_len=training.seq_len, overlong=cfg.overlong, epochs=1)
+        self._episodes = rows.take(cfg.eval.max_rows or sys.maxsize)
+        if cfg.rewards:
+            self._scorer = Scorer(cfg.rewards)
+            self._questions = dict(self._read_questions(tokenizer))
+            limits = (training.dtype, training.seq_len, training.row_tokens, training.switches)
+            self.generator = Generator(source, cfg.generator, place, *limits, seed=cfg.seed, policy_bytes=policy.local_bytes)
+            if saved.step:  # no evaluation comes before the first step
+                self._asleep.enter_context(self.generator.asleep(until_load=True))
+
+    def _read_questions(self, tokenizer: Any) -> Iterator[tuple[str, HeldOut]]:
+        """By the prefix of their numbers: answered greedily, and sampled, each sample with a seed of its own so that any run draws it."""
+        cfg, held_out = self._cfg, self._cfg.eval
+        sampling = Sampling(1.0, held_out.max_new_tokens, tuple(held_out.stop), seed=cfg.seed)
+        read = partial(PromptStream, tokenizer=tokenizer, max_prompt_tokens=cfg.training.seq_len - 1)  # a token of the answer must fit
+        for prefix, count, temperature in (("eval/", 1, 0.0), ("eval/sampled_", held_out.n_samples, held_out.temperature)):
+            if count:
+                asked = EvalConfig(dataset=held_out.dataset, n_samples=count, temperature=temperature, max_prompts=held_out.max_prompts)
+                yield prefix, HeldOut(asked, read, sampling, self._place, self._clock)
+
+    def run(self, step: int) -> dict[str, float]:
+        """The numbers of the policy after `step` steps; {} without held-out rows. Collective over the world."""
+        self._evaluated = step
+        if not self._episodes:
+            return {}
+        with self._clock.phase("eval"):
+            numbers = held_out_loss(self._policy, self._episodes, self._place)
+        if self.generator is not None:
+            with self._clock.phase("sleep"):
+                self._asleep.close()  # it wakes
+            with self._clock.phase("sync"):
+                self.generator.load(stream_weights(self._policy.shards(), self._place, self.generator.dtype), version=step)
+            for prefix, questions in self._questions.items():
+                scores = questions.evaluate(self.generator, self._scorer)
+                numbers |= {name.replace("eval/", prefix): value for name, value in scores.items()}
+            with self._clock.phase("sleep"):
+                self._asleep.enter_context(self.generator.asleep(until_load=True))
+        return numbers
+
+    def after_step(self, step: int, loss: float, *, is_last: bool) -> dict[str, float]:
+        """The numbers of an evaluation, where one is due or the run is known to end here. loss: of the step. Collective over the world."""
+        self._recent.append(loss)
+        every = self._cfg.eval.every
+        return self._seen(step) if is_last or self.ends_run or (every and step % every == 0) else {}
+
+    def at_the_end(self, step: int) -> dict[str, float]:
+        """The numbers after the last step, where the data has ended unforeseen and they are not known. Collective over the world."""
+        return self._seen(step) if self._evaluated < step else {}
+
+    def _seen(self, step: int) -> dict[str, float]:
+        numbers, wanted, stop = self.run(step), self._cfg.checkpoint, self._cfg.early_stop
+        if wanted.best is not None:
+            self.best = seen(self.best, wanted.best, wanted.best_mode, step, numbers)
+        if stop is not None:
+            self._stopping = seen(self._stopping, stop.metric, stop.mode, step, numbers, stop.min_delta)
+        return numbers
+
+    def is_best(self, step: int) -> bool:
+        """Was the evaluation after `step` steps better than all before?"""
+        return self.best is not None and self.best.step == step
+
+    @property
+    def ends_run(self) -> bool:
+        """By early_stop or stop_at_loss."""
+        stop = self._cfg.early_stop
+        is_late = stop is not None and self._stopping is not None and self._stopping.since >= stop.patience
+        return is_late or reached(self._cfg.stop_at_loss, self._recent)
+
+    def state(self) -> dict[str, Any]:
+        """As checkpoint.save takes it."""
+        return {"best": self.best, "stopping": self._stopping, "recent": list(self._recent)}
+
+    def close(self) -> None:
+        self._asleep.close()
+        if self.generator is not None:
+            self.generator.close()
