@@ -9,6 +9,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator
 from fractions import Fraction
+from itertools import islice
 from typing import Any, Literal
 
 import numpy as np
@@ -78,8 +79,8 @@ class ExampleStream:
         stay together. The pieces of a row that was split count one by one.
         """
         episodes: list[Episode] = []
-        for _ in range(count):
-            episodes += next(self._units, [])
+        for unit in islice(self._units, count):
+            episodes += unit
         return episodes
 
     def counts(self) -> dict[str, float]:

@@ -3,6 +3,7 @@
 import itertools
 import json
 import logging
+import sys
 from collections import Counter
 from fractions import Fraction
 from pathlib import Path
@@ -271,6 +272,11 @@ def test_the_data_ends_once_every_dataset_was_read_whole_that_often(tmp_path, st
     assert epoch_of_step == sorted(epoch_of_step) and epoch_of_step[-1] == epochs - 1
     assert examples.steps_in_all(4) == (None if streaming else -(-14 * epochs // 4))
     assert stream(*cfgs, epochs=epochs, position=examples.position).take(3) == []
+
+
+def test_all_rows_may_be_asked_for_at_once_without_knowing_how_many_there_are(tmp_path):
+    (cfg,) = lettered(tmp_path, {"a": 7}, {"a": 1})
+    assert len(stream(cfg, epochs=2).take(sys.maxsize)) == 14
 
 
 def test_how_many_steps_there_are_is_known_only_where_rows_are_steps(tmp_path):
