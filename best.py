@@ -26,18 +26,20 @@ def lower_is_better(metric: str, mode: Mode) -> bool:
     return mode == "min" or (mode == "auto" and metric.rpartition("/")[2] in ("loss", "perplexity"))
 
 
+def of(metric: str | None, best: Best | None) -> Best | None:
+    """`best`, where it is of the metric that the run goes by now."""
+    return best if best is not None and best.metric == metric else None
+
+
 def seen(best: Best | None, metric: str, mode: Mode, step: int, numbers: dict[str, float], min_delta: float = 0.0) -> Best | None:
     """`best` after an evaluation: a new one where the metric is better by more than `min_delta`, else one evaluation older.
 
-    Numbers without the metric are no evaluation of it. A value that is not finite is never the best. A `best` of another metric is
-    forgotten.
+    Numbers without the metric are no evaluation of it. A value that is not finite is never the best.
 
     >>> first = seen(None, "eval/loss", "auto", 10, {"eval/loss": 2.0})
     >>> seen(first, "eval/loss", "auto", 20, {"eval/loss": 2.5})
     Best(metric='eval/loss', value=2.0, step=10, since=1)
     """
-    if best is not None and best.metric != metric:
-        best = None
     if (value := numbers.get(metric)) is None:
         return best
     sign = -1 if lower_is_better(metric, mode) else 1

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from batch import Episode, packing_efficiency
-from best import Mode, seen
+from best import Mode, of, seen
 from checkpoint import Saved
 from config import model_source
 from conversations import Rendered, coloured
@@ -75,6 +75,14 @@ def check(cfg: Any) -> None:
         raise ValueError("rewards without eval.dataset: they score what is answered to held-out prompts; add it, or remove rewards")
     if cfg.eval.n_samples and not cfg.rewards:
         raise ValueError(f"eval.n_samples={cfg.eval.n_samples} without rewards, which score the samples: add some, or set it to 0")
+    if cfg.eval.every and cfg.eval.dataset is None:
+        raise ValueError(f"eval.every={cfg.eval.every} without eval.dataset, the rows to evaluate on: add it, or set eval.every to 0")
+    for key in ("max_prompts", "max_new_tokens", "stop"):
+        if vars(cfg.eval)[key] and not cfg.rewards:
+            raise ValueError(f"eval.{key}={vars(cfg.eval)[key]} without rewards: nothing is answered; add some, or remove the key")
+    datasets = cfg.dataset if isinstance(cfg.dataset, list) else [cfg.dataset]
+    if cfg.training.steps is None and (cfg.overlong == "split" or any(dataset.streaming for dataset in datasets)):
+        cfg.training.check_schedule(None)
     stop = cfg.early_stop
     for key, metric in (("checkpoint.best", cfg.checkpoint.best), ("early_stop.metric", stop.metric if stop else None)):
         if metric is None:
@@ -142,7 +150,8 @@ class Evaluation:
     def __init__(self, cfg: Any, source: ModelSource, policy: Model, place: Placement, clock: Clock, saved: Saved):
         """cfg: the run's. saved: where it goes on."""
         self._cfg, self._policy, self._place, self._clock = cfg, policy, place, clock
-        self.best, self._stopping = saved.best, saved.stopping
+        stop = cfg.early_stop
+        self.best, self._stopping = of(cfg.checkpoint.best, saved.best), of(stop.metric if stop else None, saved.stopping)
         self._recent = deque(saved.recent, maxlen=10)  # losses
         self._evaluated = saved.step  # steps before the last evaluation
         self.generator: Generator | None = None

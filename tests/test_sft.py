@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Qwen3
 import config
 import train_sft
 from batch import Episode
+from best import Best, of
 from checkpoint import whole
 from losses import NLLLoss
 from model import Model, ModelSource
@@ -221,6 +222,12 @@ def test_answers_to_held_out_prompts_are_scored_the_same_on_one_rank_and_two(tun
     assert alone.column("eval/reward") != alone.column("eval/sampled_reward")
 
 
+def test_the_best_of_another_metric_is_forgotten_when_a_run_goes_on():
+    best = Best("eval/loss", 0.5, step=3, since=4)
+    assert of("eval/loss", best) is best
+    assert of("eval/accuracy", best) is of(None, best) is of("eval/loss", None) is None
+
+
 # What needs no run ------------------------------------------------------------------------------------------------------
 
 
@@ -285,6 +292,10 @@ def test_every_configuration_is_planned_without_weights_or_data(file, printed):
     (["early_stop.metric=eval/accuracy", "eval.dataset.path=y", "eval.every=1"],
      r"early_stop.metric=eval/accuracy: the run's evaluations have eval/loss, eval/perplexity \(with rewards"),
     (["eval.dataset.path=y", "eval.n_samples=2"], "eval.n_samples=2 without rewards"),
+    (["eval.max_new_tokens=9", "eval.dataset.path=y"], "eval.max_new_tokens=9 without rewards: nothing is answered"),
+    (["eval.every=2"], "eval.every=2 without eval.dataset"),
+    (["training.schedule=linear", "training.epochs=2", "dataset.streaming=true"], "schedule=linear with epochs=2: .*set training.steps"),
+    (["training.schedule=wsd", "training.epochs=1", "overlong=split"], "schedule=wsd with epochs=1: .*set training.steps"),
     (["training.updates_per_rollout=2"], "training.updates_per_rollout=2: supervised fine-tuning has neither"),
     (["training.steps=4", "training.epochs=2"], "training.epochs=2 with steps=4: give one of the two"),
     (["training.schedule=wsd", "training.steps=20", "training.warmup_steps=15", "training.decay_steps=10"],
