@@ -143,8 +143,9 @@ def _mask(tokenizer: Any, turns: list[_Turn]) -> Rendered:
     trained = np.zeros(len(token_ids), bool)
     for turn in turns:
         inside = (starts >= turn.start) & (starts < len(turn.text))
-        stops = np.flatnonzero(inside & special)
-        if not len(stops) or text[ends[stops[-1]] : len(turn.text)].strip():
+        # a token that takes the white space before it may begin in the turn and be the next one's
+        stops = [i for i in np.flatnonzero(inside & special) if text[starts[i] : len(turn.text)].strip()]
+        if not stops or text[ends[stops[-1]] : len(turn.text)].strip():
             raise ValueError(
                 f"{turn.name} ends in {_around(turn.text, len(turn.text))}, with no special token: a model trained on it never stops; "
                 f"let the chat template end an assistant's turn with eos_token"

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tokenizers import AddedToken
 from transformers import AutoTokenizer, ByT5Tokenizer
 
 from conversations import Chat, Rendered, coloured, marked, render, render_pair, render_text
@@ -270,6 +271,13 @@ def test_a_marker_around_the_header_does_not_train_what_the_model_is_given():
     )
     examples = render(tokenizer, Chat(said("hi", "yo", "so", "\nno")), "assistant")
     assert trained_texts(tokenizer, examples) == ["yo<|im_end|>", "no<|im_end|>"]  # nor the token that begins in it
+
+
+def test_a_special_token_that_takes_the_white_space_before_it_is_no_end_of_the_turn_before():
+    tokenizer = FAMILIES["ChatML"].tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": [AddedToken("<|im_start|>", lstrip=True, special=True, normalized=False)]})
+    (example,) = render(tokenizer, Chat(said("hi", "yo", "so", "no")), "assistant")
+    assert trained_texts(tokenizer, [example]) == ["yo<|im_end|>", "no<|im_end|>"]
 
 
 def test_a_key_of_a_message_that_is_null_is_as_if_it_were_not_there():
