@@ -2,8 +2,7 @@
 
     torchrun --nproc-per-node=2 train_sft.py configs/demo_sft.yaml [key=value ...]      (--help, --plan, --show-batch)
 
-The model, packing, trainer, checkpoints and metrics of train_grpo.py; the episodes come from a dataset instead of an engine, and
-the loss is the mean negative log-likelihood of the trained tokens over the whole step.
+As train_grpo.py, with episodes from a dataset; the loss is the mean negative log-likelihood of the step's trained tokens.
 """
 
 from dataclasses import dataclass, field
@@ -69,7 +68,7 @@ def train(cfg: Config, place: Placement, output: Path) -> None:
     checkpoint.restore(saved, trainer, place)
     evaluation = finetune.Evaluation(cfg, source, policy, place, clock, saved)
     log = Log(cfg.metrics, output, place.is_root, total, clock, resumed_after=saved.step)
-    step = saved.step  # steps done
+    step = kept = saved.step  # steps done, and those of the newest checkpoint
     log.step(step, evaluation.run(step) if step == 0 else {})
     clock.reduce(place.objects)  # what came before the first step is no part of it
     while (total is None or step < total) and not evaluation.ends_run:
@@ -85,8 +84,9 @@ def train(cfg: Config, place: Placement, output: Path) -> None:
         log.step(step, numbers | (times := clock.reduce(place.objects)) | speed(episodes, times, place, policy, evaluation.generator))
         if evaluation.is_best(step) or checkpoint.is_due(step, cfg.checkpoint, 1):
             checkpoint.save(output, step, trainer, place, cfg.checkpoint, clock, position=rows.position, **evaluation.state())
-    if step > saved.step:
-        log.step(step, evaluation.at_the_end(step))
+            kept = step
+    log.step(step, last := evaluation.at_the_end(step))
+    if step > kept or last:
         checkpoint.save(output, step, trainer, place, cfg.checkpoint, clock, position=rows.position, **evaluation.state())
     if cfg.checkpoint.export_hf:
         policy.export(output / "hf")

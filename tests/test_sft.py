@@ -228,6 +228,32 @@ def test_the_best_of_another_metric_is_forgotten_when_a_run_goes_on():
     assert of("eval/accuracy", best) is of(None, best) is of("eval/loss", None) is None
 
 
+COUNTED = """
+import checkpoint, train_sft
+from parallel.launch import launch
+
+save = checkpoint.save
+
+def told(output, step, *rest, **options):
+    print("saving step", step, flush=True)
+    save(output, step, *rest, **options)
+
+checkpoint.save = told
+launch(train_sft.main)
+"""
+
+
+def test_no_checkpoint_is_removed_to_be_written_again(checkpoint_of, additions, held_out_additions, tmp_path):
+    """Killed in between, a run that keeps one checkpoint would have none. All held-out rows are read where no number of them is given."""
+    script = tmp_path / "counted.py"
+    script.write_text(COUNTED)
+    every = ["checkpoint.every=1", "checkpoint.best=eval/loss", "eval.every=1", f"eval.dataset.path={held_out_additions}"]
+    training = ["training.seq_len=24", "training.dtype=float32", "training.batch_size=80", f"output={tmp_path}/run"]
+    log = run_script(1, script, f"model={checkpoint_of('qwen3')}", f"dataset.path={additions}", *every, *training).stdout
+    assert [line for line in log.splitlines() if line.startswith("saving")] == [f"saving step {step}" for step in (1, 2, 3)]
+    assert Run(tmp_path / "run", log).column("eval/rows") == [24] * 4
+
+
 # What needs no run ------------------------------------------------------------------------------------------------------
 
 
