@@ -68,6 +68,11 @@ class ExampleStream:
         return self.position % MAX_ROWS
 
     @property
+    def first_rows(self) -> list[tuple[str, Row]]:
+        """Of each dataset its format and its first row."""
+        return [(source.format, source.first) for source in self._sources]
+
+    @property
     def epoch(self) -> int:
         """0-based pass that the last row came from; with several datasets, of the one that is least far."""
         return min(source.epoch for source in self._sources)
@@ -168,11 +173,11 @@ class Source:
         self.cfg, self._tokenizer, self._seed = cfg, tokenizer, seed
         self._rows = load_rows(cfg)
         self.num_rows = None if cfg.streaming else len(self._rows)
-        first = next(iter(self._rows), None)
+        self.first = first = next(iter(self._rows), None)
         if first is None:
             raise ValueError(f"dataset.path={cfg.path} has no rows")
         try:
-            self._format = find_format(cfg, first)
+            self.format = find_format(cfg, first)
         except ValueError as error:
             raise ValueError(f"row 0 of dataset.path={cfg.path}: {error}") from error
         self.render(0, first)  # a wrong column or template stops the run before a model is loaded
@@ -182,7 +187,7 @@ class Source:
 
     def render(self, place: int, row: Row) -> list[Rendered]:
         try:
-            return render_row(self.cfg, self._format, self._tokenizer, row)
+            return render_row(self.cfg, self.format, self._tokenizer, row)
         except ValueError as error:
             raise ValueError(f"row {place} of dataset.path={self.cfg.path}: {error}") from error
 
@@ -210,7 +215,7 @@ class Source:
         if self._unused >= size and self._upcoming()[1] == 0:
             raise ValueError(
                 f"dataset.path={self.cfg.path}: not one of its {size} rows has anything to train on within {seq_len} tokens, with "
-                f"train_on={self.cfg.train_on} and format={self._format}; raise training.seq_len, or change these keys"
+                f"train_on={self.cfg.train_on} and format={self.format}; raise training.seq_len, or change these keys"
             )
 
     def _upcoming(self) -> tuple[int, int, int, Row]:

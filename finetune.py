@@ -16,7 +16,7 @@ from best import Mode, of, seen
 from checkpoint import Saved
 from config import model_source
 from conversations import Rendered, coloured
-from data import PromptStream
+from data import TARGET_COLUMNS, PromptStream, Row, read_messages
 from examples import ExampleStream, SFTDataConfig
 from metrics import Clock
 from model import Model, ModelSource
@@ -102,6 +102,16 @@ def metric_names(cfg: Any) -> list[str]:
     return ["eval/loss", "eval/perplexity", *scores, *sampled] if cfg.eval.dataset is not None else []
 
 
+def check_questions(cfg: SFTDataConfig, form: str, row: Row) -> None:
+    """ValueError where rows of this format cannot be asked as they are trained: prompts are read by the keys that GRPO has."""
+    how = "set eval.dataset.prompt and eval.dataset.target, as in prompt: '{instruction} {input}' and target: output"
+    if form not in ("messages", "prompt_completion") or cfg.columns:
+        given = f"columns={cfg.columns}" if cfg.columns else f"format={form}"
+        raise ValueError(f"rewards with eval.dataset.{given}: held-out prompts are not read by it; {how}, in its place")
+    if cfg.target is None and row.keys().isdisjoint(TARGET_COLUMNS) and not read_messages(cfg, row)[1]:
+        raise ValueError(f"rewards would see no target: eval.dataset.path={cfg.path} has the columns {sorted(row)}; {how}")
+
+
 def read_rows(cfg: Any, tokenizer: Any, position: int = 0) -> ExampleStream:
     """The run's training rows from `position` on."""
     training = cfg.training
@@ -163,6 +173,7 @@ class Evaluation:
         rows = ExampleStream(cfg.eval.dataset, tokenizer, seed=0, seq_len=training.seq_len, overlong=cfg.overlong, epochs=1)
         self._episodes = rows.take(cfg.eval.max_rows or sys.maxsize)
         if cfg.rewards:
+            check_questions(cfg.eval.dataset, *rows.first_rows[0])
             self._scorer = Scorer(cfg.rewards)
             self._questions = dict(self._read_questions(tokenizer))
             limits = (training.dtype, training.seq_len, training.row_tokens, training.switches)

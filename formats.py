@@ -175,6 +175,8 @@ def _prompt_completion(cfg: SFTDataConfig, tokenizer: Any, row: Row) -> list[Ren
 
 
 def _text(cfg: SFTDataConfig, tokenizer: Any, row: Row) -> list[Rendered]:
+    if cfg.system is not None:
+        raise ValueError("it is plain text, in which dataset.system has no place; remove the key, or set dataset.format")
     text = _text_of(cfg, row, "text")
     return [render_text(tokenizer, text)] if text.strip() else []
 

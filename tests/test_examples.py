@@ -148,6 +148,7 @@ def test_null_keys_of_messages_are_left_out_and_tools_may_be_json(tmp_path):
     ({"instruction": "x", "output": None}, {}, "its output is null; repair or remove the row"),
     ({"text": 5}, {}, r"its text is no text but 5; .*dataset\.columns\.text"),
     ({"text": None}, {}, "its text is null"),
+    ({"text": "a"}, {"system": "S"}, "dataset.system has no place; remove the key"),
     ({"messages": None}, {}, "its messages is no list of messages but None"),
     ({"messages": ["x"]}, {}, "not one of messages with a role and a content"),
     ({"messages": [{"role": "user", "content": None}]}, {}, "without a role and a content that is text"),

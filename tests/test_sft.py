@@ -4,6 +4,7 @@ import json
 import math
 import shutil
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,12 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Qwen3Config
 
 import config
+import finetune
 import train_sft
 from batch import Episode
 from best import Best, of
 from checkpoint import whole
+from formats import SFTDataConfig, find_format
 from losses import NLLLoss
 from model import Model, ModelSource
 from tests.steps import place, weights  # noqa: F401 - place is a fixture
@@ -285,6 +288,20 @@ def test_the_first_rows_are_shown_with_what_is_trained_marked(printed, checkpoin
 def test_no_number_of_rows_cannot_be_shown(flag, printed):
     with pytest.raises(ValueError, match=f"^{flag}: must be a number of rows, at least 1"):
         printed("model=m", "dataset.path=x.jsonl", flag)
+
+
+@pytest.mark.parametrize(("row", "keys", "told"), [
+    ({"instruction": "a", "input": "b", "output": "c"}, {}, "eval.dataset.format=alpaca: held-out prompts are not read by it; set eval"),
+    ({"q": "a", "a": "b"}, {"columns": {"prompt": "q", "completion": "a"}}, "eval.dataset.columns=.*: held-out prompts are not read by it"),
+    ({"prompt": "a", "completion": "b"}, {}, "rewards would see no target: .* has the columns .'completion', 'prompt'"),
+    ({"instruction": "a", "input": "b", "output": "c"}, {"prompt": "{instruction} {input}", "target": "output"}, None),
+    ({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}, {}, None),
+    ({"question": "a", "answer": "b"}, {}, None),
+])  # fmt: skip
+def test_rows_that_are_not_asked_as_they_are_trained_are_refused_with_rewards(row, keys, told):
+    cfg = SFTDataConfig(path="x.jsonl", **keys)
+    with pytest.raises(ValueError, match=told) if told else nullcontext():
+        finetune.check_questions(cfg, find_format(cfg, row), row)
 
 
 EIGHT_B = {
