@@ -127,9 +127,12 @@ def shows_batch(cfg: Any) -> bool:
     if (count := asked_rows()) is None:
         return False
     tokenizer = ModelSource(*model_source(cfg.model)).tokenizer()
-    for number, e in enumerate(read_rows(cfg, tokenizer).take(cfg.training.prompts_per_update)[:count], 1):
-        trained = np.concatenate([np.zeros(e.num_prompt_tokens, bool), e.loss_mask > 0])
-        print(f"--- row {number}: {len(trained)} tokens, {trained.sum()} trained\n{coloured(tokenizer, Rendered(e.token_ids, trained))}")
+    rows = read_rows(cfg, tokenizer)
+    for number in range(1, min(count, cfg.training.prompts_per_update) + 1):
+        for e in rows.take(1):  # one, or what the chat template makes of the row
+            trained = np.concatenate([np.zeros(e.num_prompt_tokens, bool), e.loss_mask > 0])
+            print(f"--- row {number}: {len(trained)} tokens, {trained.sum()} trained")
+            print(coloured(tokenizer, Rendered(e.token_ids, trained)))
     return True
 
 

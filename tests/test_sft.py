@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import shutil
 import sys
 from contextlib import nullcontext
@@ -24,6 +25,7 @@ from checkpoint import whole
 from formats import SFTDataConfig, find_format
 from losses import NLLLoss
 from model import Model, ModelSource
+from tests.chats import TALK, tokenizer_of
 from tests.steps import place, weights  # noqa: F401 - place is a fixture
 from tests.test_checkpoint import assert_same_state, state
 from tests.world import ROOT, run_script
@@ -282,6 +284,13 @@ def test_the_first_rows_are_shown_with_what_is_trained_marked(printed, checkpoin
     for number, row in enumerate(rows, 1):
         assert f"row {number}: " in shown and f"{row['prompt']}⟦{row['answer']}<eos>⟧" in shown
     assert "row 3" not in shown and not (tmp_path / "run").exists()
+
+
+def test_the_examples_of_one_row_are_shown_as_one_row(printed, tmp_path):
+    tokenizer_of("Qwen 3").save_pretrained(tmp_path / "model")
+    (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": TALK}) + "\n" + json.dumps({"messages": TALK[:2]}))
+    shown = printed(f"model={tmp_path}/model", f"dataset.path={tmp_path}/chats.jsonl", "dataset.streaming=true", "--show-batch=2")
+    assert re.findall("^--- (row .):", shown, re.MULTILINE) == ["row 1", "row 1", "row 2"]
 
 
 @pytest.mark.parametrize("flag", ["--show-batch=0", "--show-batch=all"])
