@@ -10,7 +10,8 @@ from typing import Any
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from conversations import MARKER, Chat, Rendered, marked, render, render_pair, render_text
+from conversations import MARKER, Chat, Rendered, marked, render, render_text
+from formats import SFTDataConfig, render_row
 
 TEMPLATES = Path(__file__).parent / "data" / "templates"
 DOCUMENT = Path(__file__).parent.parent / "docs" / "sft.md"
@@ -148,14 +149,15 @@ def block(family: str, examples: list[Rendered]) -> str:
 def blocks() -> dict[str, str]:
     """What stands between `<!-- mask: NAME -->` and `<!-- end -->` in the document."""
     chat = {name: block(name, render(tokenizer_of(name), Chat(TALK), "assistant")) for name in FAMILIES}
-    smol = tokenizer_of("SmolLM2")
+    smol, bare = tokenizer_of("SmolLM2"), FAMILIES["Mistral"].tokenizer()
+    bare.chat_template, pair = None, {"prompt": "1+2=", "completion": " 3"}
     question = [{"role": "user", "content": "Add.\n\n1+2"}, {"role": "assistant", "content": "3"}]
     return chat | {
         "messages, assistant": block("SmolLM2", render(smol, Chat(SYSTEM + TALK), "assistant")),
         "messages, last": block("SmolLM2", render(smol, Chat(SYSTEM + TALK), "last")),
         "messages, all": block("SmolLM2", render(smol, Chat(SYSTEM + TALK), "all")),
         "alpaca": block("ChatML", render(tokenizer_of("ChatML"), Chat(question), "assistant")),
-        "pair": block("Mistral", [render_pair(tokenizer_of("Mistral"), "1+2=", " 3")]),
+        "pair": block("Mistral", render_row(SFTDataConfig(path="pairs.jsonl"), "prompt_completion", bare, pair)),
         "text": block("Mistral", [render_text(tokenizer_of("Mistral"), "1+2= 3")]),
         "tools": block("Qwen 3", render(tokenizer_of("Qwen 3"), Chat(LOOP), "assistant")),
     }
