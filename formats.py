@@ -101,7 +101,7 @@ def render_row(cfg: SFTDataConfig, form: str, tokenizer: Any, row: Row) -> list[
 
 
 def _messages(cfg: SFTDataConfig, tokenizer: Any, row: Row) -> list[Rendered]:
-    name = "messages" if "messages" in cfg.columns or "messages" in row else "conversations"
+    name = "conversations" if "conversations" in row and "messages" not in {*cfg.columns, *row} else "messages"
     value = _value(cfg, row, name)
     if not isinstance(value, list):
         raise ValueError(f"its {name} is no list of messages but {value!r:.60}; set dataset.columns or dataset.format")
