@@ -352,7 +352,8 @@ def encode_text(tokenizer: Any, text: str) -> list[int]:
     bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
     if bos is not None and token_ids[:2] == [bos, bos]:
         token_ids = token_ids[1:]
-    if eos is not None and token_ids[-1:] == [eos] and not text.endswith(tokenizer.eos_token):
+    is_added = not text.endswith(tokenizer.eos_token or "") or token_ids[-2:] == [eos, eos]
+    if eos is not None and token_ids[-1:] == [eos] and is_added:
         token_ids = token_ids[:-1]
     if not token_ids:
         raise ValueError("its prompt is empty: not one token")

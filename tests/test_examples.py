@@ -112,6 +112,13 @@ def test_the_format_is_told_by_the_columns_and_says_what_is_trained(tmp_path, ro
     assert [shown(e) for e in of_row(tmp_path, row, tokenizer)] == [want]
 
 
+@pytest.mark.parametrize("adds_eos", [False, True])
+def test_a_text_that_ends_in_eos_has_it_once(tmp_path, adds_eos):
+    both = make_tokenizer(adds_bos=True, adds_eos=adds_eos)
+    for text in ("ab", "ab</s>", "<s>ab</s>"):
+        assert [shown(e, both) for e in of_row(tmp_path, {"text": text}, both)] == ["<s>[ab</s>]"]
+
+
 @pytest.mark.parametrize(("row", "cfg", "want"), [
     ({"chat": [QUESTION, ANSWER], "text": "t"}, {"columns": {"messages": "chat"}}, "<s>user\n2+2?</s>\n<s>assistant\n[4</s>]\n"),
     ({"q": "a", "more": "b", "a": "c"}, {"columns": {"instruction": "q", "input": "more", "output": "a"}},
@@ -149,6 +156,7 @@ def test_null_keys_of_messages_are_left_out_and_tools_may_be_json(tmp_path):
     ({"text": 5}, {}, r"its text is no text but 5; .*dataset\.columns\.text"),
     ({"text": None}, {}, "its text is null"),
     ({"text": "a"}, {"system": "S"}, "dataset.system has no place; remove the key"),
+    ({"chat": []}, {"format": "messages"}, r"no column messages; set dataset.columns.messages to one of .'chat'."),
     ({"messages": None}, {}, "its messages is no list of messages but None"),
     ({"messages": ["x"]}, {}, "not one of messages with a role and a content"),
     ({"messages": [{"role": "user", "content": None}]}, {}, "without a role and a content that is text"),
