@@ -189,7 +189,8 @@ def find(resume: str, output: Path, place: Placement) -> Saved:
     if place.is_root:
         print(f"resuming from {folder}", flush=True)
     saved = replace(pickle.loads((folder / "run.pkl").read_bytes()), folder=folder)
-    if saved.best is not None and not from_root((_at(output, saved.best.step) / MARK).exists(), place):
+    is_ours = folder.resolve().parent == (output / "checkpoints").resolve()
+    if saved.best is not None and not from_root(is_ours and (_at(output, saved.best.step) / MARK).exists(), place):
         if place.is_root:
             print(f"the best checkpoint so far, of step {saved.best.step}, is not in {output}: the best is sought anew", flush=True)
         saved = replace(saved, best=None)

@@ -1,7 +1,9 @@
 """Supervised fine-tuning as a user runs it: the step against plain torch, evaluations, the best checkpoint, the end, and plans."""
 
+import itertools
 import json
 import math
+import pickle
 import re
 import shutil
 import sys
@@ -21,7 +23,7 @@ import finetune
 import train_sft
 from batch import Episode
 from best import Best, of
-from checkpoint import whole
+from checkpoint import Saved, find, whole
 from formats import SFTDataConfig, find_format
 from losses import NLLLoss
 from model import Model, ModelSource
@@ -257,6 +259,18 @@ def test_no_checkpoint_is_removed_to_be_written_again(checkpoint_of, additions, 
     log = run_script(1, script, f"model={checkpoint_of('qwen3')}", f"dataset.path={additions}", *every, *training).stdout
     assert [line for line in log.splitlines() if line.startswith("saving")] == [f"saving step {step}" for step in (1, 2, 3)]
     assert Run(tmp_path / "run", log).column("eval/rows") == [24] * 4
+
+
+def test_the_best_checkpoint_of_another_folder_is_not_sought_in_this_one(place, tmp_path):  # noqa: F811
+    best = Best("eval/loss", 0.5, step=1)
+    for output, step in itertools.product(("mine", "other"), (1, 2)):
+        folder = tmp_path / output / "checkpoints" / f"step_{step}"
+        folder.mkdir(parents=True)
+        (folder / "run.pkl").write_bytes(pickle.dumps(Saved(step, best=best)))
+        (folder / "WHOLE").touch()
+    (tmp_path / "mine/checkpoints/best").symlink_to("step_2")
+    for resume, known in (("auto", best), (f"{tmp_path}/mine/checkpoints/best", best), (f"{tmp_path}/other/checkpoints/step_2", None)):
+        assert find(resume, tmp_path / "mine", place).best == known, resume
 
 
 # What needs no run ------------------------------------------------------------------------------------------------------
