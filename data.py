@@ -197,7 +197,10 @@ def read_array(path: Path, text: bytes) -> Iterator[Row]:
 
 def parse(text: bytes, where: str) -> Any:
     try:
-        return json.loads(text.decode("utf-8-sig"))
+        value = json.loads(text.decode("utf-8-sig"))
+        if b"\\ud" in text or b"\\uD" in text:
+            json.dumps(value, ensure_ascii=False).encode()  # half of a surrogate pair is no character, and no tokenizer reads it
+        return value
     except ValueError as error:  # not JSON, or not UTF-8
         raise ValueError(f"{where}: not JSON ({error}): {shorten(text.decode(errors='replace').strip())}") from error
 
@@ -352,8 +355,7 @@ def encode_text(tokenizer: Any, text: str) -> list[int]:
     bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
     if bos is not None and token_ids[:2] == [bos, bos]:
         token_ids = token_ids[1:]
-    is_added = not text.endswith(tokenizer.eos_token or "") or token_ids[-2:] == [eos, eos]
-    if eos is not None and token_ids[-1:] == [eos] and is_added:
+    if eos is not None and token_ids[-1:] == [eos] and (token_ids[-2:] == [eos, eos] or not text.endswith(tokenizer.eos_token)):
         token_ids = token_ids[:-1]
     if not token_ids:
         raise ValueError("its prompt is empty: not one token")

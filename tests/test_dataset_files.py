@@ -40,6 +40,15 @@ def test_a_truncated_last_line_stops_the_run(tmp_path):
         read(tmp_path / "d.jsonl")
 
 
+def test_half_a_character_is_named_and_a_whole_one_is_read(tmp_path):
+    rows = [{"question": "\U0001f642"}, {"question": "\ud83d"}]
+    (tmp_path / "d.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    with pytest.raises(ValueError, match=r"d\.jsonl, line 2: not JSON .*surrogates"):
+        read(tmp_path / "d.jsonl")
+    (tmp_path / "d.jsonl").write_text(json.dumps(rows[0]))
+    assert [row["question"] for row in read(tmp_path / "d.jsonl")] == ["\U0001f642"]
+
+
 def test_a_line_that_is_not_utf8_is_named(tmp_path):
     (tmp_path / "d.jsonl").write_bytes(b'{"question": "a"}\n{"question": "\xff"}\n')
     with pytest.raises(ValueError, match=r"d\.jsonl, line 2"):
