@@ -8,6 +8,8 @@ import math
 from dataclasses import dataclass, field, replace
 
 REFERENCE_KEY = "services.ref_model.parallelism"
+
+
 @dataclass(kw_only=True)
 class ServiceConfig:
     procs: int = 1  # ranks of this role; for the generator: tensor-parallel ranks of one replica

@@ -26,6 +26,7 @@ TESTS = {
     "FC-WS-02": "test_weight_sync.py::test_a_tied_models_embedding_and_head_both_follow_the_policy",
     "FC-VL-01": "test_weight_sync.py::test_replicas_answer_the_same_prompt_differently",
     "FC-VL-03": "test_head.py::test_a_temperature_scales_the_logits_before_the_softmax",
+    "FC-DI-01": "test_sft.py::test_each_held_out_row_counts_once_however_many_ranks_there_are",
     "FC-CK-02": "test_checkpoint.py::test_six_steps_of_fine_tuning_equal_three_and_three",
     "FC-NU-01": "test_trainer.py::test_master_weights_are_fp32_so_that_bf16_training_keeps_steps_of_1e_6",
     "FC-CF-01": "test_config.py::test_exponents_are_numbers_in_a_file_and_on_the_command_line",
