@@ -170,8 +170,9 @@ run_script() {
     *.yaml) die "name the script first: ./run.sh train_grpo.py ${script[0]}" ;;
     *) die "there is no command '${script[0]:-}'; ./run.sh --help lists them" ;;
   esac
-  # These answer from the configuration alone.
-  if [[ " ${script[*]} " =~ " "(-h|--help|--plan(=[0-9]*)?)" " ]]; then start "$python" "${script[@]}"; else launch; fi
+  # These answer from the configuration alone, or with a few rows of the data.
+  local alone=" (-h|--help|--plan(=[0-9x.GiB]*)?|--show-batch(=[0-9]*)?) "
+  if [[ " ${script[*]} " =~ $alone ]]; then start "$python" "${script[@]}"; else launch; fi
 }
 
 root=$(dirname "$(readlink -f "$0")")

@@ -157,7 +157,7 @@ def test_nproc_is_taken_wherever_it_stands_and_not_passed_on(machine, line):
     assert command[-3:] == ["--nproc-per-node=5", "train_grpo.py", "a=1"]
 
 
-@pytest.mark.parametrize("question", ["--help", "-h", "--plan", "--plan=8"])
+@pytest.mark.parametrize("question", ["--help", "-h", "--plan", "--plan=8", "--plan=8x80GiB", "--show-batch", "--show-batch=2"])
 @pytest.mark.parametrize("env", [{}, TWO_NODES], ids=["laptop", "slurm"])
 def test_a_question_starts_one_process(machine, question, env):
     expected = [f"{machine.project}/.venv/bin/python", "train_grpo.py", "configs/x.yaml", question]
