@@ -16,7 +16,7 @@ import numpy as np
 
 from batch import Episode
 from conversations import Rendered
-from data import Row, load_rows, permutation
+from data import JsonFiles, Row, load_rows, permutation
 from formats import SFTDataConfig, find_format, render_row
 
 __all__ = ["ExampleStream", "Mixture", "Overlong", "SFTDataConfig"]
@@ -173,6 +173,7 @@ class Source:
         self.cfg, self._tokenizer, self._seed = cfg, tokenizer, seed
         self._rows = load_rows(cfg)
         self.num_rows = None if cfg.streaming else len(self._rows)
+        self._has_columns = not isinstance(self._rows, list | JsonFiles)
         self.first = first = next(iter(self._rows), None)
         if first is None:
             raise ValueError(f"dataset.path={cfg.path} has no rows")
@@ -186,6 +187,8 @@ class Source:
         self._unused = 0  # rows without an example since the last one with any
 
     def render(self, place: int, row: Row) -> list[Rendered]:
+        if self._has_columns:
+            row = {column: without_nulls(value) for column, value in row.items()}
         try:
             return render_row(self.cfg, self.format, self._tokenizer, row)
         except ValueError as error:
@@ -239,6 +242,13 @@ class Source:
                 if size == 0:
                     raise ValueError(f"dataset.path={self.cfg.path} has no rows any more")
             epoch, skip = epoch + 1, max(skip - size, 0)
+
+
+def without_nulls(value: Any) -> Any:
+    """Without the keys that are null: a file with columns gives every object, an argument of a call say, the keys that others have."""
+    if isinstance(value, dict):
+        return {key: without_nulls(v) for key, v in value.items() if v is not None}
+    return [without_nulls(v) for v in value] if isinstance(value, list) else value
 
 
 class Mixture:

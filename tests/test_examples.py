@@ -8,6 +8,7 @@ from collections import Counter
 from fractions import Fraction
 from pathlib import Path
 
+import datasets
 import numpy as np
 import pytest
 import torch
@@ -142,6 +143,22 @@ def test_null_keys_of_messages_are_left_out_and_tools_may_be_json(tmp_path):
     call = {"role": "assistant", "content": None, "name": None, "tool_calls": [called]}
     row = {"messages": [QUESTION | {"name": None}, call], "tools": json.dumps([{"type": "function", "function": {"name": "f"}}])}
     assert shown(of_row(tmp_path, row, make_tokenizer(template))[0]) == "1<s>user\n2+2?</s>\n<s>assistant\n[</s>]\n"
+
+
+@pytest.mark.parametrize("kind", ["parquet", "jsonl"])
+@pytest.mark.parametrize("streaming", [False, True])
+def test_arguments_that_other_calls_have_are_in_no_call_and_a_null_of_json_stays(tmp_path, kind, streaming):
+    template = CHATML.replace("{{ m.content }}", "{{ m.content }}{{ m.tool_calls[0].arguments | tojson if m.tool_calls }}")
+    calls = [{"role": "assistant", "content": "", "tool_calls": [{"arguments": {key: 1}}]} for key in ("a", "b")]
+    calls.append({"role": "assistant", "content": "", "tool_calls": [{"arguments": {"a": 1, "b": None}}]})
+    rows, path = [{"messages": [QUESTION, call]} for call in calls], tmp_path / f"d.{kind}"
+    if kind == "parquet":
+        datasets.Dataset.from_list(rows).to_parquet(path)
+    else:
+        write(path, rows)
+    examples = stream(SFTDataConfig(path=str(path), streaming=streaming), tokenizer=make_tokenizer(template), epochs=1).take(3)
+    want = ['{"a": 1}', '{"a": 1}' if kind == "parquet" else '{"a": 1, "b": null}', '{"b": 1}']
+    assert sorted(shown(e).partition("[")[2].partition("<")[0] for e in examples) == sorted(want)
 
 
 @pytest.mark.parametrize(("row", "cfg", "saying"), [
