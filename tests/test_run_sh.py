@@ -5,7 +5,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -346,54 +345,3 @@ def test_the_users_own_interpreter_is_used_as_it_is(machine):
     assert not (machine.project / ".venv").exists() and machine.noted() == []
     done = machine.run("train_grpo.py", PYTHON="/nowhere/python")
     assert done.returncode != 0 and done.stderr == "run.sh: PYTHON=/nowhere/python is not a program\n"
-
-
-# ---- a real job
-
-ALL_REDUCE = """
-import os, torch, torch.distributed as dist
-dist.init_process_group("gloo")
-total = torch.tensor(float(dist.get_rank()))
-dist.all_reduce(total)
-line = f"RANK {dist.get_rank()} NODE {os.environ['SLURM_NODEID']} SUM {int(total)}\\n"
-os.write(1, line.encode())  # whole, whoever else prints
-if dist.get_rank() == 3 and "LAST_RANK_EXITS" in os.environ:
-    os._exit(int(os.environ["LAST_RANK_EXITS"]))
-dist.barrier()
-dist.destroy_process_group()
-"""
-
-
-def idle_nodes() -> int:
-    done = subprocess.run(["timeout", "10", "sinfo", "-h", "-N", "-o", "%T"], text=True, capture_output=True)
-    return done.stdout.split().count("idle")
-
-
-def submit(*arguments: str, output: Path, **env: str) -> tuple[str, str]:
-    """Runs a job to its end: its state, and what it printed."""
-    command = ["sbatch", "--parsable", "--nodes=2", f"--output={output}", "run.sh", *arguments]
-    environment = os.environ | {"PYTHON": sys.executable} | env
-    job = subprocess.check_output(command, cwd=ROOT, env=environment, text=True).strip()
-    shown = ""
-    for _ in range(240):
-        shown = subprocess.check_output(["scontrol", "show", "job", job], text=True)
-        state = next(word.split("=")[1] for word in shown.split() if word.startswith("JobState="))
-        if state not in ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING"):
-            return state, output.read_text()
-        time.sleep(0.5)
-    subprocess.run(["scancel", job], check=True)
-    raise AssertionError(f"the job did not end in 120 s:\n{shown}\n{output.read_text() if output.exists() else ''}")
-
-
-@pytest.mark.slow
-def test_a_slurm_job_of_two_nodes_is_one_world_and_its_exit_code_is_the_runs(tmp_path):
-    if not shutil.which("sbatch") or idle_nodes() < 2:
-        pytest.skip("no SLURM with two idle nodes; tests/slurm/start_two_nodes.sh starts one")
-    script = tmp_path / "all_reduce.py"
-    script.write_text(ALL_REDUCE)
-    state, printed = submit(str(script), "--nproc", "2", output=tmp_path / "good.log")
-    ranks = sorted(line for line in printed.splitlines() if line.startswith("RANK"))
-    assert ranks == [f"RANK {rank} NODE {rank // 2} SUM 6" for rank in range(4)], printed
-    assert state == "COMPLETED", printed
-    state, printed = submit(str(script), "--nproc", "2", output=tmp_path / "bad.log", LAST_RANK_EXITS="7")
-    assert state == "FAILED" and "all_reduce.py FAILED" in printed, printed
