@@ -65,14 +65,16 @@ def steps(folder: Path) -> list[dict[str, float]]:
 def assert_same_run(folder: Path, expected: Path) -> None:
     """The numbers of every step, the exported weights, the checkpoints and the files beside them are those of `expected`."""
     here, there = steps(folder), steps(expected)
-    assert [row["step"] for row in here] == [row["step"] for row in there] != []
+    written, wanted = ([row["step"] for row in rows] for rows in (here, there))
+    assert written == wanted != [], f"{written} and {wanted}"
     for mine, other in zip(here, there, strict=True):
         for name in EXACT:
-            assert mine[name] == other[name]
+            assert mine[name] == other[name], f"{name}: {mine[name]} and {other[name]}"
         for name in CLOSE:
-            assert mine[name] == pytest.approx(other[name], rel=1e-5, abs=1e-7)
+            assert mine[name] == pytest.approx(other[name], rel=1e-5, abs=1e-7), f"{name}: {mine[name]} and {other[name]}"
     weights, others = (load_file(run / "hf/model.safetensors") for run in (folder, expected))
     for name, tensor in others.items():
         torch.testing.assert_close(weights[name], tensor, rtol=1e-5, atol=1e-6)
     for inside in ("", "checkpoints"):
-        assert sorted(p.name for p in (folder / inside).iterdir()) == sorted(p.name for p in (expected / inside).iterdir())
+        listed, named = (sorted(p.name for p in (run / inside).iterdir()) for run in (folder, expected))
+        assert listed == named, f"{listed} and {named}"
