@@ -174,9 +174,10 @@ class Source:
         self._rows = load_rows(cfg)
         self.num_rows = None if cfg.streaming else len(self._rows)
         self._has_columns = not isinstance(self._rows, list | JsonFiles)
-        self.first = first = next(iter(self._rows), None)
+        first = next(iter(self._rows), None)
         if first is None:
             raise ValueError(f"dataset.path={cfg.path} has no rows")
+        self.first: Row = first
         try:
             self.format = find_format(cfg, first)
         except ValueError as error:
