@@ -90,12 +90,12 @@ FAST = {
     "trainer 2, ref 1, generator 1": Layout("fresh", 4, {"services": services(2, 1, ref_model=1)}, replays=True),
     "trainer 1, generator 1, stale": Layout("stale", 2, {"services": services(1, 1)}),
     "trainer TP 2 x FSDP 2, stale": Layout("stale", 4, TP2, replays=True),
-    "trainer 1, generator TP 2": Layout("fresh", 3, {"services": services(1, 2)}),
     "trainer HSDP 2 x 2": Layout("stale", 4, degrees(replicate=2), replays=True),
     "trainer CP 2": Layout("stale", 2, degrees(context=2), replays=True),
     "trainer PP 2": Layout("stale", 2, degrees(pipeline=2), replays=True),
 }
 SLOW = {
+    "trainer 1, generator TP 2": Layout("fresh", 3, {"services": services(1, 2)}),
     "trainer 2, ref 1, generator 1, all real": Layout("fresh", 4, {"services": services(2, 1, ref_model=1)}),
     "trainer 1, generator 1": Layout("fresh", 2, {"services": services(1, 1)}),
     "trainer 1, 2 generators": Layout("fresh", 3, {"services": services(1, 1, replicas=2)}),

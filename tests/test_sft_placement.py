@@ -27,7 +27,7 @@ LAYOUTS = {  # ranks, and degrees where they are not 1; what is left of the rank
     "PP 2 x FSDP 2 x TP 2": (8, {"pp": 2, "tp": 2}),
     "PP 2 x CP 2 x TP 2": (8, {"pp": 2, "cp": 2, "tp": 2}),
 }
-FAST = ("PP 2", "PP 2 x TP 2")
+FAST = ("PP 2 x TP 2",)
 
 
 class Run:
