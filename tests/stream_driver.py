@@ -20,12 +20,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from parallel.exchange import from_each
 from parallel.launch import launch
 from parallel.placement import Grid, Placement
 from parallel.roles import Plan, RolePlan
 from parallel.routes import make_routes
 from parallel.weights import Bucket, checksum, stream_weights
+from tests.cases import answer
 
 BUCKET_BYTES = 40_000
 
@@ -126,14 +126,7 @@ def main() -> None:
     trainer, generator = roles["trainer"], roles["generator"]
     assert trainer is not None and generator is not None
     plan = Plan(max(r for role in roles.values() if role for r in role.ranks) + 1, trainer, generator, roles["reference"])
-    place = Placement.build(plan, "cpu")
-    runs = {run.__name__: run for run in RUNS}
-    report = {}
-    for case in spec["cases"]:
-        arguments = {k: v for k, v in case.items() if k not in ("name", "run")}
-        report[case["name"]] = from_each(runs[case["run"]](place, **arguments), place)
-    if place.is_root:
-        report_path.write_text(json.dumps(report))
+    answer(RUNS, spec["cases"], Placement.build(plan, "cpu"), report_path)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from torch.nn.functional import linear
 from batch import Episode, Group, Prompt, to_episodes
 from losses import GRPOLoss
 from model import Model, ModelSource
-from parallel.exchange import everyone, from_each, in_order
+from parallel.exchange import everyone, in_order
 from parallel.launch import launch
 from parallel.names import to_checkpoint
 from parallel.placement import Placement
@@ -34,6 +34,7 @@ from parallel.weights import Bucket, NamedTensor, stream_weights
 from rollout.generator import Generator, GeneratorConfig
 from rollout.loading import checkpoint_slices, verify
 from rollout.sampling import Sampling
+from tests.cases import answer
 from trainer import Trainer, TrainingConfig
 
 SEQ_LEN = 256
@@ -389,14 +390,7 @@ def main() -> None:
     if spec["ranks"]:
         trainer, generator = spec["ranks"]["trainer"], spec["ranks"]["generator"]
         plan = Plan(world, RolePlan(trainer), RolePlan(generator, tp=len(generator)), None)
-    place = Placement.build(plan, "cpu")
-    runs = {run.__name__: run for run in RUNS}
-    report = {}
-    for case in spec["cases"]:
-        arguments = {k: v for k, v in case.items() if k not in ("name", "run")}
-        report[case["name"]] = from_each(runs[case["run"]](place, **arguments), place)
-    if place.is_root:
-        report_path.write_text(json.dumps(report))
+    answer(RUNS, spec["cases"], Placement.build(plan, "cpu"), report_path)
 
 
 if __name__ == "__main__":

@@ -163,12 +163,15 @@ def test_kl_at_step_0_is_below_1e5_in_float32_wherever_the_reference_lives(ranks
     assert 0 <= report["kl"] < 1e-5 and report["apart"] < 1e-5 and report["sharded"]
 
 
-@pytest.mark.parametrize(("ranks", "dtype", "degrees"), [
+in_layouts = pytest.mark.parametrize(("ranks", "dtype", "degrees"), [
     (1, "bfloat16", {}),
     pytest.param(2, "float32", FSDP2, marks=pytest.mark.slow),
     pytest.param(4, "bfloat16", BOTH, marks=pytest.mark.slow),
     pytest.param(2, "bfloat16", PP2, marks=pytest.mark.slow),
 ], ids=["1", "FSDP 2", "FSDP 2 x TP 2", "PP 2"])  # fmt: skip
+
+
+@in_layouts
 def test_a_parked_reference_scores_and_moves_as_one_that_stays_and_has_no_bytes_while_idle(ranks, dtype, degrees, driver):
     report = driver("parked", ranks, dtype, **degrees)
     assert all(stays == idle for stays, idle in report["scores"])
@@ -177,12 +180,7 @@ def test_a_parked_reference_scores_and_moves_as_one_that_stays_and_has_no_bytes_
     assert report["resident_bytes"] == report["staying_bytes"] > 0 and report["same_weights"]
 
 
-@pytest.mark.parametrize(("ranks", "dtype", "degrees"), [
-    (1, "bfloat16", {}),
-    pytest.param(2, "float32", FSDP2, marks=pytest.mark.slow),
-    pytest.param(4, "bfloat16", BOTH, marks=pytest.mark.slow),
-    pytest.param(2, "bfloat16", PP2, marks=pytest.mark.slow),
-], ids=["1", "FSDP 2", "FSDP 2 x TP 2", "PP 2"])  # fmt: skip
+@in_layouts
 def test_a_weight_that_is_not_the_checkpoints_is_named_on_every_rank_that_has_a_part_of_it(ranks, dtype, degrees, driver):
     report = driver("damaged", ranks, dtype, **degrees)
     assert report["seen"] == [True] * ranks and report["weights"] > 10
