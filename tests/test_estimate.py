@@ -22,37 +22,39 @@ import json, sys
 import torch
 from batch import Episode
 from losses import GRPOLoss
-from parallel.placement import Placement
-from parallel.roles import ParallelismConfig, Plan
 from model import Model, ModelSource
 from parallel.exchange import from_each
-from parallel.memory import live_bytes
-from parallel.placement import Placement, holds
+from parallel.launch import launch
+from parallel.placement import Placement
 from parallel.roles import ParallelismConfig, Plan, ServiceConfig, ServicesConfig
 from parallel.weights import stream_weights
 from rollout.generator import Generator, GeneratorConfig
 from tests.reference_driver import some_episodes
 from trainer import Trainer, TrainingConfig
-model, world, degrees, engines, report = sys.argv[1], int(sys.argv[2]), *map(json.loads, sys.argv[3:5]), sys.argv[5]
-services = ServicesConfig(generator=ServiceConfig(procs=engines or 1))
-plan = Plan.make(services, ParallelismConfig(**degrees), colocate=True, wants_reference=True, world_size=world)
-place = Placement.build(plan, "cpu")
-spread = lambda grid, **options: Model(ModelSource(model), grid, dtype="bfloat16", temperature=1.0, max_tokens=64, **options)
-policy, reference = spread(place.trainer, trainable=True), spread(place.reference, trainable=False)
-trainer = Trainer(policy, TrainingConfig(), GRPOLoss())
-trainer._adamw.register_step_pre_hook(lambda *_: found.update(gradients=trainer.residents()["gradients"]))
-found = {}
-trainer.train(some_episodes(), 0)
-assert trainer.residents()["gradients"] == 0
-found |= {"weights": policy.local_bytes, "reference": reference.local_bytes, "moments": trainer.residents()["moments"]}
-if engines:
-    generator = Generator(ModelSource(model), GeneratorConfig(max_num_seqs=3), place, dtype="bfloat16", seq_len=100, seed=0)
-    generator.load(stream_weights(policy.shards(), place, generator.dtype), version=0)
-    found |= {f"engine_{name}": count for name, count in generator.residents().items()}
-    generator.close()
-ranks = from_each(found, place)
-if place.is_root:
-    open(report, "w").write(json.dumps({name: max(each[name] for each in ranks) for name in found}))
+
+def main():
+    model, world, degrees, engines, report = sys.argv[1], int(sys.argv[2]), *map(json.loads, sys.argv[3:5]), sys.argv[5]
+    services = ServicesConfig(generator=ServiceConfig(procs=engines or 1))
+    plan = Plan.make(services, ParallelismConfig(**degrees), colocate=True, wants_reference=True, world_size=world)
+    place = Placement.build(plan, "cpu")
+    spread = lambda grid, **options: Model(ModelSource(model), grid, dtype="bfloat16", temperature=1.0, max_tokens=64, **options)
+    policy, reference = spread(place.trainer, trainable=True), spread(place.reference, trainable=False)
+    trainer = Trainer(policy, TrainingConfig(), GRPOLoss())
+    trainer._adamw.register_step_pre_hook(lambda *_: found.update(gradients=trainer.residents()["gradients"]))
+    found = {}
+    trainer.train(some_episodes(), 0)
+    assert trainer.residents()["gradients"] == 0
+    found |= {"weights": policy.local_bytes, "reference": reference.local_bytes, "moments": trainer.residents()["moments"]}
+    if engines:
+        generator = Generator(ModelSource(model), GeneratorConfig(max_num_seqs=3), place, dtype="bfloat16", seq_len=100, seed=0)
+        generator.load(stream_weights(policy.shards(), place, generator.dtype), version=0)
+        found |= {f"engine_{name}": count for name, count in generator.residents().items()}
+        generator.close()
+    ranks = from_each(found, place)
+    if place.is_root:
+        open(report, "w").write(json.dumps({name: max(each[name] for each in ranks) for name in found}))
+
+launch(main)
 """
 
 
