@@ -37,6 +37,8 @@ class CheckpointConfig:
         for key, value in (("every", self.every), ("keep", self.keep)):
             if value < 0:
                 raise ValueError(f"{key}={value}: must be 0 or more")
+        if self.best is None and self.best_mode != "auto":
+            raise ValueError(f"best_mode={self.best_mode} without best: name the metric, such as best: eval/loss, or remove best_mode")
 
 
 def is_due(step: int, cfg: CheckpointConfig, sync_interval: int) -> bool:

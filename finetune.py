@@ -50,6 +50,8 @@ class SFTEvalConfig:
                 raise ValueError(f"{key}={value}: must be at least 1, or null")
         if self.temperature <= 0:
             raise ValueError(f"temperature={self.temperature}: must be above 0; the greedy answer is given in any case")
+        if self.temperature != 1 and not self.n_samples:
+            raise ValueError(f"temperature={self.temperature} with n_samples=0: it is that of sampled answers; set n_samples, or remove it")
 
 
 @dataclass(kw_only=True)

@@ -27,6 +27,7 @@ from batch import Completion, Group, Prompt, to_episodes
 from config import Call
 from data import DatasetConfig
 from estimate import Estimate, Shape
+from lock import lock
 from losses import GRPOLoss, PolicyLoss
 from losses.advantages import credit
 from losses.card import Settings, card, lint
@@ -383,9 +384,10 @@ def open_run(cfg: Any, place: Placement, loss: Any = None) -> Path:
     check_model(ModelSource(*config.model_source(cfg.model)).read(AutoConfig), place.plan, cfg.training.seq_len)
     output = cfg.output or Path("runs") / config.run_name(arguments())
     if place.is_root:
+        output.mkdir(parents=True, exist_ok=True)
+        lock(output)
         if cfg.resume == "auto" and checkpoint.whole(output):
             check_same_run(output, yaml.safe_load((output / "config.yaml").read_text()), yaml.safe_load(config.dump(cfg)))
-        output.mkdir(parents=True, exist_ok=True)
         (output / "config.yaml").write_text(config.dump(cfg))
         warned = idle(cfg, place.plan, cfg.grpo.n_samples if loss is not None else None)
         print("\n".join([place.plan.table(), *warned, f"run folder {output}"]), flush=True)

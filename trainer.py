@@ -84,6 +84,8 @@ class TrainingConfig:
             raise ValueError(f"adam_eps={self.adam_eps}: must be above 0")
         if not 0 <= self.min_lr_ratio <= 1:
             raise ValueError(f"min_lr_ratio={self.min_lr_ratio}: must be at least 0 and at most 1, the peak itself")
+        if self.min_lr_ratio and self.schedule == "constant":
+            raise ValueError(f"min_lr_ratio={self.min_lr_ratio} with schedule=constant, which does not fall: set 0, or another schedule")
         if self.decay_steps is not None and (self.schedule != "wsd" or self.decay_steps < 1):
             raise ValueError(f"decay_steps={self.decay_steps} with schedule={self.schedule}: it is wsd's, and at least 1")
         if self.schedule != "constant" and self.steps is None and self.epochs is None:

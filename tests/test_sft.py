@@ -369,6 +369,9 @@ def test_every_configuration_is_planned_without_weights_or_data(file, printed):
     (["training.schedule=cosine", "training.decay_steps=10", "training.steps=20"], "decay_steps=10 with schedule=cosine: it is wsd's"),
     (["training.schedule=wsd"], "schedule=wsd needs training.steps or training.epochs"),
     (["training.min_lr_ratio=2"], "min_lr_ratio=2.0: must be at least 0 and at most 1"),
+    (["training.min_lr_ratio=0.1", "training.schedule=constant"], "min_lr_ratio=0.1 with schedule=constant, which does not fall"),
+    (["checkpoint.best_mode=max"], "best_mode=max without best: name the metric"),
+    (["eval.temperature=0.5"], "temperature=0.5 with n_samples=0"),
 ])  # fmt: skip
 def test_what_does_not_go_together_is_refused_with_its_keys(keys, told):
     with pytest.raises(config.ConfigError, match=told):
