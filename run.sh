@@ -3,7 +3,7 @@
 #
 #   ./run.sh                                  set up if needed, then the demo
 #   ./run.sh setup [cpu|cuda]                 only set up; the stack is this machine's unless named
-#   ./run.sh test [--all] [pytest arguments]  the tests; --all adds the slow ones
+#   ./run.sh test [--all] [pytest arguments]  the tests, on the CPU; --all adds the slow ones (tests/gpu/run.sh: those for a GPU)
 #   ./run.sh lint                             ruff and mypy
 #   ./run.sh SCRIPT.py [CONFIG] [key=value]   a script under torchrun, e.g. train_grpo.py configs/demo_grpo.yaml seed=1
 #   ./run.sh hosts LIST                       the names in a SLURM host list, one a line
@@ -28,7 +28,8 @@ count_gpus() {
   esac
 }
 
-# ---- set-up: .venv/stack says cpu or cuda, .venv/stamp-* what was installed to its end
+# ---- set-up: $venv/stack says cpu or cuda, $venv/stamp-* what was installed to its end
+venv=.venv
 make_venv() {
   local base version on_debian="on Debian or Ubuntu: apt-get install"
   for base in python3 python3.{14,13,12,11} none; do
@@ -39,11 +40,11 @@ make_venv() {
   # Debian's python3 comes without ensurepip; asking first spares the half-made folder that venv leaves behind.
   "$base" -c 'import venv, ensurepip' 2>/dev/null ||
     die "$base lacks the modules venv and ensurepip; $on_debian python$version-venv"
-  "$base" -m venv --clear .venv >&2 || die "'$base -m venv .venv' failed; $on_debian python$version-venv"
+  "$base" -m venv --clear "$venv" >&2 || die "'$base -m venv $venv' failed; $on_debian python$version-venv"
 }
 # vLLM's CPU build loads libnuma, which a small container lacks; without it vLLM fails later, with an unrelated message.
 need_libnuma() {
-  .venv/bin/python -c 'import ctypes; ctypes.CDLL("libnuma.so.1")' 2>/dev/null && return
+  "$venv"/bin/python -c 'import ctypes; ctypes.CDLL("libnuma.so.1")' 2>/dev/null && return
   ((EUID == 0)) || die "vLLM needs libnuma.so.1; on Debian or Ubuntu: apt-get install libnuma1"
   say "vLLM needs libnuma.so.1: installing the package libnuma1"
   { apt-get update -qq && apt-get install -y -qq libnuma1; } >&2 || die "apt-get cannot install libnuma1"
@@ -51,7 +52,7 @@ need_libnuma() {
 pip_install() {
   local quiet=-qq
   if [[ -t 1 && -t 2 ]]; then quiet=""; fi # a person sees progress, a log what went wrong
-  .venv/bin/python -m pip install ${quiet:+"$quiet"} --disable-pip-version-check "$@" >&2
+  "$venv"/bin/python -m pip install ${quiet:+"$quiet"} --disable-pip-version-check "$@" >&2
 }
 # torch's CPU build is not on PyPI. It alone comes from PyTorch's index: a second index for all costs seconds a package.
 install_cpu_torch() {
@@ -62,36 +63,36 @@ install_cpu_torch() {
   pip_install --no-deps --index-url https://download.pytorch.org/whl/cpu "$torch" || die "pip could not install $torch"
 }
 # A finished install leaves a stamp; an interrupted one leaves none, and pip takes it up again.
-stamp_of() { { cat "$1"; .venv/bin/python --version; } 2>&1 | sha256sum; }
-is_installed() { [[ -f .venv/stamp-$1 && $(<".venv/stamp-$1") == "$(stamp_of "requirements-$1.txt")" ]]; }
+stamp_of() { { cat "$1"; "$venv"/bin/python --version; } 2>&1 | sha256sum; }
+is_installed() { [[ -f $venv/stamp-$1 && $(<"$venv/stamp-$1") == "$(stamp_of "requirements-$1.txt")" ]]; }
 install_requirements() {
   is_installed "$1" && return
-  say "installing requirements-$1.txt into .venv"
+  say "installing requirements-$1.txt into $venv"
   if [[ $1 == cpu ]]; then need_libnuma; install_cpu_torch; fi
   pip_install -r "requirements-$1.txt" || die "pip could not install requirements-$1.txt; start again to go on"
   # A torchvision built for another torch breaks whoever imports it, transformers first. Text needs none of the three.
-  [[ $1 == dev ]] || .venv/bin/python -c 'import torchvision' 2>/dev/null ||
-    .venv/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec >&2 || die "pip cannot remove torchvision"
-  stamp_of "requirements-$1.txt" >".venv/stamp-$1"
+  [[ $1 == dev ]] || "$venv"/bin/python -c 'import torchvision' 2>/dev/null ||
+    "$venv"/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec >&2 || die "pip cannot remove torchvision"
+  stamp_of "requirements-$1.txt" >"$venv/stamp-$1"
 }
 
 # set_up [dev]: then $python runs the project. The stack is what was asked for, else what is there, else the machine's.
 set_up() {
   if [[ -n ${PYTHON:-} || -n ${DRY_RUN:-} ]]; then return; fi
   local there="" stack
-  if [[ -f .venv/stack ]]; then there=$(<.venv/stack); fi
+  if [[ -f $venv/stack ]]; then there=$(<"$venv/stack"); fi
   stack=${asked_stack:-${there:-$( ((gpus > 0)) && echo cuda || echo cpu)}}
   [[ $stack == cpu || $stack == cuda ]] || die "setup takes cpu or cuda, not '$stack'"
   if [[ $stack == cpu && -z $asked_stack ]] && ((gpus > 0)); then
-    die "there is a GPU here and .venv is for a CPU: replace it by './run.sh setup cuda' or set CUDA_VISIBLE_DEVICES="
+    die "there is a GPU here and $venv is for a CPU: replace it by './run.sh setup cuda' or set CUDA_VISIBLE_DEVICES="
   fi
   if [[ $there == "$stack" ]] && is_installed "$stack" && { [[ -z ${1:-} ]] || is_installed dev; }; then return; fi
   # This file is the lock: a second run.sh, also on another node of a shared folder, waits and then installs nothing.
   (
     flock -n 9 || { say "another run.sh is setting up; waiting for it"; flock 9; }
-    there=$(cat .venv/stack 2>/dev/null || echo "$stack") # a .venv that a user made is added to
-    if [[ $there != "$stack" ]] || ! .venv/bin/python -m pip --version >/dev/null 2>&1; then make_venv; fi
-    echo "$stack" >.venv/stack
+    there=$(cat "$venv/stack" 2>/dev/null || echo "$stack") # a .venv that a user made is added to
+    if [[ $there != "$stack" ]] || ! "$venv"/bin/python -m pip --version >/dev/null 2>&1; then make_venv; fi
+    echo "$stack" >"$venv/stack"
     install_requirements "$stack"
     if [[ -n ${1:-} ]]; then install_requirements dev; fi
   ) 9<>run.sh
@@ -179,11 +180,18 @@ root=$(dirname "$(readlink -f "$0")")
 # sbatch runs a copy of this file from its spool folder: then the project is where the job was submitted.
 if ! [[ -f $root/requirements-cpu.txt ]]; then root=${SLURM_SUBMIT_DIR:-$root}; fi
 [[ -f $root/requirements-cpu.txt ]] || die "the project is not in $root; call sbatch in the project's folder"
-python=$root/.venv/bin/python
-if [[ -n ${PYTHON:-} ]]; then python=$(type -P "$PYTHON") || die "PYTHON=$PYTHON is not a program"; fi
-python=$(realpath -s "$python")
+python=""
+if [[ -n ${PYTHON:-} ]]; then python=$(type -P "$PYTHON") || die "PYTHON=$PYTHON is not a program"; python=$(realpath -s "$python"); fi
 cd "$root"
 gpus=$(count_gpus) nproc="" asked_stack="" script=()
+# The tests are the CPU's everywhere: their worlds have more ranks than most machines have GPUs. vLLM is built for one of the two, so beside
+# an environment for CUDA they have their own.
+if [[ ${1:-} == test ]]; then
+  case $(cat .venv/stack 2>/dev/null || { ((gpus == 0)) || echo cuda; }) in cuda) venv=.venv-cpu ;; esac
+  export CUDA_VISIBLE_DEVICES=""
+  gpus=0
+fi
+python=${python:-$root/$venv/bin/python}
 # On a CPU torch.compile needs a C++ compiler. Without one it stays off, in vLLM too, which compiles small functions.
 ((gpus > 0)) || command -v "${CXX:-g++}" >/dev/null || export TORCH_COMPILE_DISABLE="${TORCH_COMPILE_DISABLE:-1}"
 

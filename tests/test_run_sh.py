@@ -18,10 +18,10 @@ TOOLS = "bash cat dirname env flock grep mkdir readlink realpath rm sed sha256su
 PYTHON3 = f"""#!/usr/bin/env bash
 case "$*" in
   *"import venv, ensurepip") [[ -z ${{NO_ENSUREPIP:-}} ]] ;;
-  "-m venv --clear .venv")
-    echo venv >>"$NOTES"
+  "-m venv --clear .venv" | "-m venv --clear .venv-cpu")
+    echo "venv${{4#.venv}}" >>"$NOTES"
     [[ -z ${{VENV_FAILS:-}} ]] || exit 1
-    rm -rf .venv; mkdir -p .venv/bin; cp "$0" .venv/bin/python ;;
+    rm -rf "$4"; mkdir -p "$4/bin"; cp "$0" "$4/bin/python" ;;
   "-m pip --version") ;;
   "-m pip "*)
     echo "${{*:2}}" >>"$NOTES"
@@ -337,6 +337,20 @@ def test_a_gpu_gets_the_cuda_stack_and_a_cpu_environment_is_not_used_for_it(mach
     assert machine.run("setup", "cuda").returncode == 0
     assert machine.noted() == ["venv", f"{PIP} -r requirements-cuda.txt"]
     assert machine.run("setup").returncode == 0 and machine.noted() == []
+
+
+def test_the_tests_have_an_environment_for_the_cpu_beside_one_for_cuda_and_see_no_gpu(machine):
+    machine.program("nvidia-smi", NVIDIA_SMI)
+    machine.run("setup")
+    assert machine.noted() == ["venv", f"{PIP} -r requirements-cuda.txt"]
+    for_tests = ["venv-cpu", *FIRST_SETUP[1:], f"{PIP} -r requirements-dev.txt"]
+    for installed in (for_tests, []):
+        assert machine.run("test", "--version").returncode == 0
+        assert machine.noted() == installed
+    machine.program("shown", "#!/usr/bin/env bash\necho \"visible: '$CUDA_VISIBLE_DEVICES'\"\n")
+    assert machine.run("test", PYTHON="shown").stdout == "visible: ''\n"
+    assert machine.run("setup").returncode == 0 and machine.noted() == []
+    assert (machine.project / ".venv/stack").read_text() == "cuda\n"
 
 
 def test_the_users_own_interpreter_is_used_as_it_is(machine):
