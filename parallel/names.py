@@ -37,6 +37,8 @@ def checkpoint_shapes(name: str, shape: Shape) -> list[tuple[str, Shape]]:
 def to_checkpoint(name: str, tensor: Tensor) -> list[tuple[str, Tensor]]:
     """What a whole parameter is in the checkpoint: views of its elements."""
     parts = checkpoint_shapes(name, tuple(tensor.shape))
+    if parts[0][0] == name:
+        return [(name, tensor)]
     pieces = tensor.reshape(-1).split([torch.Size(shape).numel() for _, shape in parts])
     return [(part, piece.view(shape)) for (part, shape), piece in zip(parts, pieces, strict=True)]
 

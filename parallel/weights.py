@@ -15,7 +15,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from parallel.exchange import from_each
@@ -25,12 +25,13 @@ from parallel.routes import Route
 
 MOST_BYTES = 64 * 2**20  # of a bucket whose size nobody has chosen
 ON_THE_WAY = 2  # buckets at a time: while one is loaded, the next one travels
+ADDED_AT_ONCE = 2**22  # elements of a checksum on a GPU, where torch makes an int64 of each before it adds them up
 
 
 class NamedTensor(NamedTuple):
     name: str  # the checkpoint's own
     tensor: Tensor  # full, in the engine's dtype
-    checksum: int  # of the trainer's copy
+    checksum: Tensor  # of the trainer's copy, on the device: reading it there would keep the host from what comes next. int64, []
 
 
 Bucket = list[NamedTensor]
@@ -52,14 +53,15 @@ class Journey(NamedTuple):
     works: list[dist.Work]
 
 
-@torch.no_grad()
 def checksum(tensor: Tensor) -> Tensor:
     """Sum of the tensor's bit patterns as a scalar int64: additive over slices, sensitive to every bit of every value."""
     kind = {2: torch.int16, 4: torch.int32}[tensor.element_size()]
     bits = tensor.detach().contiguous().view(kind)
     if bits.device.type == "cpu":  # numpy adds small integers up ten times as fast as torch
         return torch.tensor(bits.numpy().sum(dtype=np.int64))
-    return bits.sum(dtype=torch.int64)
+    if bits.numel() <= ADDED_AT_ONCE:
+        return bits.sum(dtype=torch.int64)
+    return torch.stack([piece.sum(dtype=torch.int64) for piece in bits.flatten().split(ADDED_AT_ONCE)]).sum()
 
 
 PartsOf = Callable[[str, Tensor], list[tuple[str, Tensor]]]  # a parameter's tensors, as views; depends on name and shape alone
@@ -164,7 +166,7 @@ def _end(journey: Journey, reads: bool) -> Bucket:
         work.wait()
     if not reads or journey.checksums is None:
         return []
-    return [NamedTensor(*pair, total) for pair, total in zip(journey.named, journey.checksums.tolist(), strict=True)]
+    return [NamedTensor(*pair, total) for pair, total in zip(journey.named, journey.checksums.unbind(), strict=True)]
 
 
 @torch.no_grad()
@@ -184,6 +186,26 @@ def local_part(shard: Tensor, whole: Any) -> tuple[Tensor, Tensor]:
 
 
 def _whole(shard: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Cast, then gathered."""
-    tensor = shard.detach().to(dtype).to(device)
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    """Cast, then gathered.
+
+    DTensor's own dispatch costs the host more than most tensors' gather costs the network. So it is asked only where shards are uneven or
+    cut in another way than along dim 0 by one axis of the mesh.
+    """
+    tensor = shard.detach()
+    local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).to(dtype).to(device)
+    if not isinstance(tensor, DTensor):
+        return local
+    sizes = tensor.device_mesh.shape
+    cuts = [axis for axis, placement in enumerate(tensor.placements) if sizes[axis] > 1 and not placement.is_replicate()]
+    if not cuts:
+        return local
+    axis = cuts[0]
+    along = tensor.placements[axis]
+    plain = len(cuts) == 1 and type(along) is Shard and along.dim == 0 and tensor.shape[0] % sizes[axis] == 0  # a subclass is not
+    if not plain:
+        return DTensor.from_local(
+            local, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+        ).full_tensor()
+    whole = local.new_empty(tensor.shape)
+    dist.all_gather_into_tensor(whole, local.contiguous(), group=tensor.device_mesh.get_group(axis))
+    return whole

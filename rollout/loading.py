@@ -5,7 +5,7 @@ first loaded by vLLM, and if what the rank then holds is, bit for bit, one part 
 directly from then on. Whatever vLLM changes on the way, in shape, in type or in order, fits no part and stays with vLLM's loader.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import NamedTuple
@@ -29,6 +29,25 @@ class Cut(NamedTuple):
         return whole.narrow(self.dim, self.start, self.size)
 
 
+Expected = dict[str, tuple[Tensor, int]]  # checksum and elements of a checkpoint's tensor, by its name
+
+
+class Places:
+    """Where a model's parameters have the checkpoint's tensors, and where padding. Finding out costs more than copying most tensors."""
+
+    def __init__(self, model: nn.Module):
+        self.slices, self.padding = checkpoint_slices(model), paddings(model)
+        self._found = [(m._parameters, kind, p, p.data_ptr(), p.shape) for m in model.modules() for kind, p in m._parameters.items()
+                       if p is not None]  # fmt: skip
+
+    def hold(self) -> bool:
+        """Is each parameter still the same, where it was?"""
+        return all(
+            owner.get(kind) is parameter and parameter.data_ptr() == address and parameter.shape == shape
+            for owner, kind, parameter, address, shape in self._found
+        )
+
+
 class Loader:
     """What one rank of an engine has learned about its parameters, and how it takes new ones."""
 
@@ -36,40 +55,45 @@ class Loader:
         """replica: the engine's ranks. inside: entered around every call into vLLM."""
         self.cuts: dict[str, Cut] = {}  # by the checkpoint's names
         self._replica, self._inside = replica, inside
+        self._places: Places | None = None
 
     @torch.no_grad()
     def load(self, model: nn.Module, buckets: Iterator[Bucket]) -> None:
         """Drain `buckets` into the engine's `model` and verify it. Collective over the replica. RuntimeError where a name is
         unknown, a tensor missing or different.
         """
-        expected: dict[str, tuple[int, int]] = {}
+        if self._places is None or not self._places.hold():
+            self._places = Places(model)
+        expected: Expected = {}
         for sent in map(partial(self._take, model), buckets):  # map keeps no bucket while the next one is made
             expected |= sent
-        clear_padding(model)
-        verify(model, expected, self._replica)
+        for rows in self._places.padding:
+            rows.zero_()
+        compare(self._places.slices, expected, self._replica)
 
-    def _take(self, model: nn.Module, bucket: Bucket) -> dict[str, tuple[int, int]]:
-        """Load a bucket; (checksum, elements) of its tensors, by name."""
-        parts = checkpoint_slices(model)
+    def _take(self, model: nn.Module, bucket: Bucket) -> Expected:
+        """Load a bucket; what is expected of its tensors."""
+        assert self._places is not None
+        parts = self._places.slices
         if unknown := sorted({t.name for t in bucket} - set(parts)):
             raise RuntimeError(f"weight sync: {len(unknown)} names match nothing in the engine: {unknown[:3]}")
-        others = [t for t in bucket if not self._copied(parts[t.name], t)]
-        if others:
+        new = {t.name: part for t in bucket if (part := self._part(t, parts[t.name])) is not None}
+        if new:
+            torch._foreach_copy_([parts[name] for name in new], list(new.values()))
+        if others := [t for t in bucket if t.name not in new]:
             with self._inside():
                 model.load_weights((t.name, t.tensor) for t in others)
-            parts = checkpoint_slices(model)  # vLLM may have put another parameter in a place
-            self.cuts |= {t.name: cut for t in others if (cut := find_cut(t.tensor, parts[t.name], dist.get_world_size(self._replica)))}
+            self._places = Places(model)  # vLLM may have put another parameter in a place
+            parts, ranks = self._places.slices, dist.get_world_size(self._replica)
+            self.cuts |= {t.name: cut for t in others if (cut := find_cut(t.tensor, parts[t.name], ranks))}
         return {t.name: (t.checksum, t.tensor.numel()) for t in bucket}
 
-    def _copied(self, part: Tensor, sent: NamedTensor) -> bool:
-        """Was the rank's part copied? Not where it is unknown, or no longer fits."""
+    def _part(self, sent: NamedTensor, place: Tensor) -> Tensor | None:
+        """What of it goes to the rank's `place`; None where that is unknown, or no longer fits."""
         if (cut := self.cuts.get(sent.name)) is None:
-            return False
-        new = cut.of(sent.tensor)
-        if new.shape != part.shape or new.dtype != part.dtype:
-            return False
-        part.copy_(new)
-        return True
+            return None
+        part = cut.of(sent.tensor)
+        return part if part.shape == place.shape and part.dtype == place.dtype else None
 
 
 def find_cut(whole: Tensor, part: Tensor, ranks: int) -> Cut | None:
@@ -99,35 +123,37 @@ def find_cut(whole: Tensor, part: Tensor, ranks: int) -> Cut | None:
     return equal[0] if len(equal) == 1 else None
 
 
-def verify(model: nn.Module, expected: dict[str, tuple[int, int]], replica: dist.ProcessGroup) -> None:
-    """Every tensor of the engine must carry the checksum of the trainer's. Collective over the replica.
+def verify(model: nn.Module, expected: Expected, replica: dist.ProcessGroup) -> None:
+    """Every tensor of the engine must carry the checksum of the trainer's. Collective over the replica."""
+    compare(checkpoint_slices(model), expected, replica)
 
-    expected: (checksum, elements) of each checkpoint tensor, by its name. Checksums are sums of bit patterns, so those of the slices
-    that tensor parallelism makes add up; a tensor that every rank keeps whole adds up to that many times the original.
+
+def compare(slices: Mapping[str, Tensor], expected: Expected, replica: dist.ProcessGroup) -> None:
+    """RuntimeError where a rank's `slices` of a checkpoint's tensors are not what is expected. Collective over the replica.
+
+    Checksums are sums of bit patterns, so those of the slices that tensor parallelism makes add up; a tensor that every rank keeps whole
+    adds up to that many times the original. The host reads all of them at once, at the end: it waits for the device here and nowhere else.
     """
-    slices = checkpoint_slices(model)
     if unknown := sorted(set(expected) - set(slices)):
         raise RuntimeError(f"weight sync: {len(unknown)} names match nothing in the engine: {unknown[:3]}")
     if missing := sorted(set(slices) - set(expected)):
         raise RuntimeError(f"weight sync: the trainer sent nothing for {len(missing)} tensors of the engine: {missing[:3]}")
     names = sorted(expected)
     sums = torch.stack([checksum(slices[name]) for name in names])
-    sizes = torch.tensor([slices[name].numel() for name in names], device=sums.device)
-    found = torch.stack([sums, sizes])
+    sizes = torch.tensor([slices[name].numel() for name in names]).to(sums.device, non_blocking=True)
+    found, wanted = torch.stack([sums, sizes]), torch.stack([expected[name][0] for name in names])
     dist.all_reduce(found, group=replica)
-    for name, total, size in zip(names, *found.tolist(), strict=True):
-        want, numel = expected[name]
+    for name, total, size, want in zip(names, *torch.cat([found, wanted[None]]).tolist(), strict=True):
+        numel = expected[name][1]
         copies, rest = divmod(size, numel)
         if rest or not copies or total != copies * want:
             raise RuntimeError(f"weight sync: {name} in the engine differs from the trainer's (checksum {total} != {copies} x {want})")
 
 
-def clear_padding(model: nn.Module) -> None:
-    """Zero the rows with which vLLM pads a vocabulary, as its loader does: after a deep sleep they are what the memory held."""
-    for module in model.modules():
-        if pads_vocabulary(module):
-            for parameter in module.parameters(recurse=False):
-                parameter[module.shard_indices.num_org_elements :].zero_()
+def paddings(model: nn.Module) -> list[Tensor]:
+    """The rows with which vLLM pads a vocabulary. Its loader zeroes them: after a deep sleep they are what the memory held."""
+    rows = [p[m.shard_indices.num_org_elements :] for m in model.modules() if pads_vocabulary(m) for p in m.parameters(recurse=False)]
+    return [r for r in rows if r.numel()]
 
 
 def pads_vocabulary(module: nn.Module) -> bool:

@@ -236,7 +236,7 @@ def violations(place: Placement, *, model: str, engine_dtype: str, rank: int) ->
             flip_last_bit(tensor)
     result["mended"] = error_of(lambda: verify(generator._model(), sent, generator._replica)) if generator._llm is not None else None
 
-    stranger = NamedTensor("model.layers.1.mlp.gate_up_norm.weight", torch.ones(4, dtype=generator.dtype), 0)
+    stranger = NamedTensor("model.layers.1.mlp.gate_up_norm.weight", torch.ones(4, dtype=generator.dtype), torch.tensor(0))
     result["unknown"] = error_of(lambda: generator.load(iter([*buckets, [stranger]]), 7))
     left_out = [[t for t in bucket if t.name != "model.layers.0.mlp.up_proj.weight"] for bucket in buckets]
     result["missing"] = error_of(lambda: generator.load(iter(left_out), 8))
