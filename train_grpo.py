@@ -74,7 +74,7 @@ def handles(cfg: Config, place: Placement, loss: Any, total: int | None) -> tupl
     parked = place.reference is not None and startup.parks_reference(cfg, place)
     reference = spread(place.reference, trainable=False, switches=training.switches, parked=parked) if place.reference else None
     trainer = Trainer(policy, training, loss, correction=grpo.corrected(training), top_entropy=grpo.top_entropy, total=total)
-    limits = (training.dtype, training.seq_len, training.row_tokens, training.switches)
+    limits = (training.dtype, training.seq_len, training.row_tokens, training.switches, (training.prompts_per_rollout, grpo.n_samples))
     return policy, reference, trainer, Generator(source, cfg.generator, place, *limits, seed=cfg.seed, policy_bytes=policy.local_bytes)
 
 

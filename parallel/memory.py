@@ -186,6 +186,19 @@ def parks(total: int, *, policy: int, needed: TrainingBytes, reference: int, eng
 
 
 CPU_SEQS = 64  # that an engine on a CPU decodes at once, by default
+GRAPH_SEQS = 512  # up to which vLLM captures CUDA graphs by itself
+
+
+def gpu_seqs(rollout: tuple[int, int] | None, replicas: int) -> int:
+    """That an engine on a GPU decodes at once, by default: what a rollout (prompts, samples of each) gives one of so many replicas.
+
+    >>> gpu_seqs((64, 8), 1), gpu_seqs((30, 8), 4), gpu_seqs((4, 4), 1), gpu_seqs((512, 8), 1), gpu_seqs(None, 1)
+    (512, 64, 64, 1024, 256)
+    """
+    if rollout is None:
+        return 256
+    prompts, samples = rollout
+    return min(max(-(-prompts // replicas) * samples, 64), 1024)
 
 
 def cpu_kv_cache(seq_len: int, bytes_per_token: int, max_num_seqs: int) -> int:

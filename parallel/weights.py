@@ -191,21 +191,18 @@ def _whole(shard: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
     DTensor's own dispatch costs the host more than most tensors' gather costs the network. So it is asked only where shards are uneven or
     cut in another way than along dim 0 by one axis of the mesh.
     """
-    tensor = shard.detach()
-    local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).to(dtype).to(device)
-    if not isinstance(tensor, DTensor):
-        return local
-    sizes = tensor.device_mesh.shape
-    cuts = [axis for axis, placement in enumerate(tensor.placements) if sizes[axis] > 1 and not placement.is_replicate()]
+    if not isinstance(shard, DTensor):
+        return shard.detach().to(dtype).to(device)
+    local, sizes = shard.to_local().to(dtype).to(device), shard.device_mesh.shape
+    cuts = [axis for axis, placement in enumerate(shard.placements) if sizes[axis] > 1 and not placement.is_replicate()]
     if not cuts:
         return local
     axis = cuts[0]
-    along = tensor.placements[axis]
-    plain = len(cuts) == 1 and type(along) is Shard and along.dim == 0 and tensor.shape[0] % sizes[axis] == 0  # a subclass is not
+    along = shard.placements[axis]
+    plain = len(cuts) == 1 and type(along) is Shard and along.dim == 0 and shard.shape[0] % sizes[axis] == 0  # a subclass is not
     if not plain:
-        return DTensor.from_local(
-            local, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
-        ).full_tensor()
-    whole = local.new_empty(tensor.shape)
-    dist.all_gather_into_tensor(whole, local.contiguous(), group=tensor.device_mesh.get_group(axis))
+        options: dict[str, Any] = {"run_check": False, "shape": shard.shape, "stride": shard.stride()}
+        return DTensor.from_local(local, shard.device_mesh, shard.placements, **options).full_tensor()
+    whole = local.new_empty(shard.shape)
+    dist.all_gather_into_tensor(whole, local.contiguous(), group=shard.device_mesh.get_group(axis))
     return whole

@@ -5,6 +5,7 @@ log-probs at the sampling temperature, and takes new weights from `stream_weight
 """
 
 import gc
+import logging
 import os
 import warnings
 from collections.abc import Iterator
@@ -27,14 +28,17 @@ from parallel.switches import ALL_OFF, Switches
 from parallel.weights import Bucket
 from rollout.experts import check_engine, check_tile, keep_experts
 from rollout.loading import Loader
+from rollout.sampled import keep_numbers, numbers
 from rollout.sampling import Sampling, sample_seed
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(kw_only=True)
 class GeneratorConfig:
     dtype: str | None = None  # of the engine's weights, bfloat16 or float32; default: training.dtype
     gpu_memory_utilization: float = 0.5  # share of a GPU's memory for the engine's weights and KV cache
-    max_num_seqs: int | None = None  # sequences decoded at once; default: 256, or 64 on a CPU
+    max_num_seqs: int | None = None  # sequences decoded at once; default: what a rollout gives a replica, 64 to 1024; on a CPU 64
     enforce_eager: bool = False  # true: no CUDA graphs (a CPU never has them)
     engine: dict[str, Any] = field(default_factory=dict)  # further vLLM engine arguments, by vLLM's names
 
@@ -60,6 +64,7 @@ class Generator:
         seq_len: int,
         row_tokens: int = 16384,
         switches: Switches = ALL_OFF,
+        rollout: tuple[int, int] | None = None,
         *,
         seed: int,
         policy_bytes: int | None = None,
@@ -68,7 +73,7 @@ class Generator:
 
         dtype: of the trainer's computation; row_tokens: of its forward pass; switches: its own; policy_bytes: of the
         policy's shards on this rank, None: all that lives on the GPU, a reference included. Where the trainer shares the GPU they
-        decide whether the engine must make room.
+        decide whether the engine must make room. rollout: prompts of one and samples of each, None where that is not known.
         """
         self.grid: Grid = place.generator
         self.seq_len = seq_len
@@ -88,7 +93,7 @@ class Generator:
         self._sleeps = place.device.type == "cuda" and shares_ranks(self.grid, place.trainer)
         index = self.grid.index("dp")
         before = allocated(place.device)
-        arguments = self._arguments(source, cfg, place) | {"seed": seed + index} | cfg.engine
+        arguments = self._arguments(source, cfg, place, rollout) | {"seed": seed + index} | cfg.engine
         threads, set_threads, precision = torch.get_num_threads(), torch.set_num_threads, torch.get_float32_matmul_precision()
         with self._inside():
             _prepare_vllm(place.device.type, unique=f"{os.environ.get('MASTER_PORT', '0')}-{index}")
@@ -114,7 +119,9 @@ class Generator:
             choice = residency(place.device, needed, sum(block.handle[1] for block in _blocks("kv_cache")))
             self._residency = agreed(choice, self._replica)
 
-    def _arguments(self, source: ModelSource, cfg: GeneratorConfig, place: Placement) -> dict[str, Any]:
+    def _arguments(
+        self, source: ModelSource, cfg: GeneratorConfig, place: Placement, rollout: tuple[int, int] | None
+    ) -> dict[str, Any]:
         shape = _shape(source)
         tp = self.grid.tp
         if self.seq_len > shape.max_position_embeddings:
@@ -132,9 +139,13 @@ class Generator:
             "disable_log_stats": True,
         }
         if place.device.type == "cuda":
+            seqs = cfg.max_num_seqs or memory.gpu_seqs(rollout, self.grid.num_replicas)
+            log.info("each engine decodes up to %d sequences at once (generator.max_num_seqs)", seqs)
+            if seqs > memory.GRAPH_SEQS and not cfg.enforce_eager:  # vLLM's largest graph by itself
+                arguments["compilation_config"] = {"max_cudagraph_capture_size": -(-seqs // 16) * 16}
             return arguments | {
                 "gpu_memory_utilization": cfg.gpu_memory_utilization,
-                "max_num_seqs": cfg.max_num_seqs or 256,
+                "max_num_seqs": seqs,
                 "enforce_eager": cfg.enforce_eager,
                 "enable_sleep_mode": self._sleeps,
                 "moe_backend": "triton",  # see check_engine
@@ -196,8 +207,7 @@ class Generator:
         else:
             reason = "length" if output.finish_reason == "length" else "abort"
         text = output.text if reason == "stop_string" else self._tokenizer.decode(ids, skip_special_tokens=True)
-        logprobs = [entry[token].logprob for entry, token in zip(output.logprobs, ids, strict=True)]
-        return Completion(text, ids, logprobs, {}, reason, self.version)
+        return Completion(text, ids, numbers(output.logprobs, ids), {}, reason, self.version)
 
     @contextmanager
     def asleep(self, *, until_load: bool) -> Iterator[None]:
@@ -216,7 +226,6 @@ class Generator:
                 _release("kv_cache")
         self._asleep = {"weights", "kv_cache"} if whole else {"kv_cache"}
         yield
-        empty_cache()
         if whole:
             self._wake("weights", self._llm)
         if not until_load:
@@ -225,6 +234,7 @@ class Generator:
     def _wake(self, tag: str, sleeper: Any) -> None:
         """sleeper: who was put to sleep, the engine or, where that knows nothing of it, its worker."""
         needed = sum(block.handle[1] for block in _blocks(tag))
+        empty_cache()
         with self._inside(), explained("waking the engine", "generator.gpu_memory_utilization", needed=needed):
             sleeper.wake_up(tags=[tag])
         self._asleep.discard(tag)
@@ -233,7 +243,8 @@ class Generator:
         """Give the KV cache memory again, empty; whatever the prefix cache knew is gone."""
         if "kv_cache" in self._asleep:
             self._wake("kv_cache", self._llm if self._residency == "sleeps" else self._worker())
-        with self._inside():
+        pool = self._llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool
+        with self._inside(), _fewer_blocks(pool):
             if not self._llm.reset_prefix_cache():
                 raise RuntimeError("vLLM did not reset its prefix cache: requests are still running")
 
@@ -246,7 +257,6 @@ class Generator:
             return
         with explained("loading new weights into the engine", "generator.gpu_memory_utilization"):
             self._loader.load(self._model(), buckets)
-        empty_cache()
         self._wake_kv_cache()
         self.version = version
 
@@ -318,12 +328,25 @@ def _release(tag: str) -> None:
         block.is_asleep = True
 
 
+@contextmanager
+def _fewer_blocks(pool: Any) -> Iterator[None]:
+    """Show vLLM only the blocks of its KV cache that have a prefix in them: to empty the prefix cache it visits all, up to millions."""
+    everything, known = pool.blocks, vars(pool.cached_block_hash_to_block).get("_cache")
+    if isinstance(known, dict):  # of blocks, or of those with the same tokens by their numbers
+        pool.blocks = [block for found in known.values() for block in (found.values() if isinstance(found, dict) else [found])]
+    try:
+        yield
+    finally:
+        pool.blocks = everything
+
+
 def _prepare_vllm(device_type: str, unique: str) -> None:
-    """What vLLM must be told before its first import here, and the three places where it must behave as a guest."""
+    """What vLLM must be told before its first import here, the three places where it must behave as a guest, and one where it is slow."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     import vllm.distributed.parallel_state as parallel_state
     import vllm.v1.engine.core as core
+    import vllm.v1.engine.logprobs as logprobs
 
     def leave_the_world(shutdown_ray: bool = False) -> None:
         """vLLM's own destroys the default process group, which is ours."""
@@ -333,6 +356,7 @@ def _prepare_vllm(device_type: str, unique: str) -> None:
         parallel_state._WORLD = parallel_state._NODE_COUNT = None
 
     core.cleanup_dist_env_and_memory = leave_the_world
+    keep_numbers(logprobs)
     if device_type == "cuda":
         return
     import vllm.distributed.device_communicators.cpu_communicator as communicator

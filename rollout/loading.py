@@ -26,6 +26,8 @@ class Cut(NamedTuple):
     size: int
 
     def of(self, whole: Tensor) -> Tensor:
+        if self.size == whole.shape[self.dim]:
+            return whole
         return whole.narrow(self.dim, self.start, self.size)
 
 
