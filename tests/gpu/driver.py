@@ -36,6 +36,7 @@ from rollout.generator import Generator, GeneratorConfig, _blocks
 from rollout.loading import checkpoint_slices, verify
 from rollout.sampling import Sampling
 from tests.gpu.precision import first_step, moved
+from tests.gpu.stages import stages
 from tests.sync_driver import error_of, flip_last_bit, ids, watched
 from trainer import Trainer, TrainingConfig
 
@@ -340,7 +341,7 @@ def budget(place: Placement, *, model: str) -> dict[str, Any]:
     return {"live": found, "told": expected, "parked": parked, "equal": equal, "asleep": asleep, "choice": generator._residency}
 
 
-RUNS = (engine, sync, tensor_parallel, exported, waking, first_step, moved, budget)
+RUNS = (engine, sync, stages, tensor_parallel, exported, waking, first_step, moved, budget)
 
 
 def main() -> None:

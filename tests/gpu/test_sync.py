@@ -1,4 +1,4 @@
-"""Fifty rounds of optimizer step and weight sync, from fp32 masters to a bf16 engine."""
+"""Fifty rounds of optimizer step and weight sync, from fp32 masters to a bf16 engine, and what a sync's parts take."""
 
 import pytest
 
@@ -20,3 +20,10 @@ def test_after_every_sync_the_engine_is_the_policy_bit_for_bit(head, smollm2, sh
     assert seen["moved_least"] > 0  # every matrix of the engine changed
     assert max(gaps[1:]) <= 2 * gaps[0]
     assert "differs from the trainer's" in seen["fault"]  # one flipped bit is found
+
+
+def test_the_host_waits_for_the_gpu_a_few_times_a_sync_and_not_once_a_tensor(shape_of, tmp_path, figures):
+    """The seconds of each part are among the figures."""
+    seen = scenario("stages", tmp_path, model=shape_of("qwen3_06b"), rounds=7)
+    figures |= seen
+    assert seen["tensors"] == 310 and 0 < seen["waits"] <= 5
