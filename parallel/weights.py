@@ -59,9 +59,14 @@ def checksum(tensor: Tensor) -> Tensor:
     bits = tensor.detach().contiguous().view(kind)
     if bits.device.type == "cpu":  # numpy adds small integers up ten times as fast as torch
         return torch.tensor(bits.numpy().sum(dtype=np.int64))
-    if bits.numel() <= ADDED_AT_ONCE:
+    return added_up(bits)
+
+
+def added_up(bits: Tensor, at_once: int = ADDED_AT_ONCE) -> Tensor:
+    """Sum of integers as a scalar int64, of so many at a time."""
+    if bits.numel() <= at_once:
         return bits.sum(dtype=torch.int64)
-    return torch.stack([piece.sum(dtype=torch.int64) for piece in bits.flatten().split(ADDED_AT_ONCE)]).sum()
+    return torch.stack([piece.sum(dtype=torch.int64) for piece in bits.flatten().split(at_once)]).sum()
 
 
 PartsOf = Callable[[str, Tensor], list[tuple[str, Tensor]]]  # a parameter's tensors, as views; depends on name and shape alone

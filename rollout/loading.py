@@ -38,13 +38,13 @@ class Places:
     """Where a model's parameters have the checkpoint's tensors, and where padding. Finding out costs more than copying most tensors."""
 
     def __init__(self, model: nn.Module):
-        self.slices, self.padding = checkpoint_slices(model), paddings(model)
+        self.model, self.slices, self.padding = model, checkpoint_slices(model), paddings(model)
         self._found = [(m._parameters, kind, p, p.data_ptr(), p.shape) for m in model.modules() for kind, p in m._parameters.items()
                        if p is not None]  # fmt: skip
 
-    def hold(self) -> bool:
-        """Is each parameter still the same, where it was?"""
-        return all(
+    def hold(self, model: nn.Module) -> bool:
+        """Is it the same model, and each parameter still the same, where it was?"""
+        return self.model is model and all(
             owner.get(kind) is parameter and parameter.data_ptr() == address and parameter.shape == shape
             for owner, kind, parameter, address, shape in self._found
         )
@@ -64,7 +64,7 @@ class Loader:
         """Drain `buckets` into the engine's `model` and verify it. Collective over the replica. RuntimeError where a name is
         unknown, a tensor missing or different.
         """
-        if self._places is None or not self._places.hold():
+        if self._places is None or not self._places.hold(model):
             self._places = Places(model)
         expected: Expected = {}
         for sent in map(partial(self._take, model), buckets):  # map keeps no bucket while the next one is made

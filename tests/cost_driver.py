@@ -47,30 +47,29 @@ class Operations(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def sync(place: Placement, *, model: str) -> dict[str, Any]:
-    """Of a third sync: the first two learn which parts the engine keeps, and where."""
+def cost(place: Placement, *, model: str, samples: bool) -> dict[str, Any]:
+    """Of a third sync: the first two learn which parts the engine keeps, and where. samples: and of a rollout."""
     job = Job.start(place, model, engine_dtype="bfloat16")
     job.publish()
     job.publish()
     with Operations() as operations, Calls() as calls:
         job.publish()
-    tensors = len(job.policy.shards())
-    job.generator.close()
-    return {
-        "tensors": tensors,
+    result = {
+        "tensors": len(job.policy.shards()),
         "reads": {name: calls.seen[name] for name in READS},  # item and cpu: of the ranks' lists of names, which are on the host
         "scalars": operations.seen["aten._local_scalar_dense.default"],
         "collectives": sum(count for name, count in operations.seen.items() if name.startswith("c10d")),
         "operations": operations.seen.total(),
     }
+    result |= {"rollout": rollout(job)} if samples else {}
+    job.generator.close()
+    return result
 
 
-def rollout(place: Placement, *, model: str) -> dict[str, Any]:
+def rollout(job: Job) -> dict[str, Any]:
     """The same seeded samples as vLLM keeps their log-probs and as we do, and its KV cache's blocks before and after they are forgotten."""
     from vllm.v1.engine.logprobs import LogprobsProcessor
 
-    job = Job.start(place, model)
-    job.publish()
     ours = job.sample()
     pool = job.generator._llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool
     blocks, known = pool.blocks, [b.block_hash is not None for b in pool.blocks]
@@ -90,19 +89,15 @@ def rollout(place: Placement, *, model: str) -> dict[str, Any]:
     theirs = job.sample()
     LogprobsProcessor._update_sample_logprobs = update
     job.sample()
-    job.generator.close()
     for name, groups in (("ours", ours), ("theirs", theirs)):
         result[name] = [[(c.token_ids, c.logprobs) for c in group.completions] for group in groups]
     return result | {"kinds": kinds}
 
 
-RUNS = (sync, rollout)
-
-
 def main() -> None:
     spec_path, report_path = map(Path, sys.argv[1:])
     plan = Plan.make(ServicesConfig(), ParallelismConfig(), colocate=True, wants_reference=False, world_size=1)
-    answer(RUNS, json.loads(spec_path.read_text())["cases"], Placement.build(plan, "cpu"), report_path)
+    answer([cost], json.loads(spec_path.read_text())["cases"], Placement.build(plan, "cpu"), report_path)
 
 
 if __name__ == "__main__":

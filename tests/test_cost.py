@@ -7,17 +7,20 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
+import torch
+from torch import nn
 
 from parallel.memory import gpu_seqs
+from parallel.weights import added_up, checksum
+from rollout.loading import Places
 from rollout.sampled import keep_numbers
 from tests.world import ROOT, run_script
 
 
 @pytest.fixture(scope="module")
 def report(checkpoint_of: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    few, many = checkpoint_of("qwen3"), checkpoint_of("qwen3", layers=6)
-    cases = [{"name": name, "run": "sync", "model": str(model)} for name, model in (("few", few), ("many", many))]
-    cases.append({"name": "rollout", "run": "rollout", "model": str(few)})
+    models = {"few": checkpoint_of("qwen3"), "many": checkpoint_of("qwen3", layers=6)}
+    cases = [{"name": name, "run": "cost", "model": str(model), "samples": name == "few"} for name, model in models.items()]
     folder = tmp_path_factory.mktemp("cost")
     (folder / "spec.json").write_text(json.dumps({"cases": cases}))
     run_script(1, ROOT / "tests/cost_driver.py", str(folder / "spec.json"), str(folder / "report.json"))
@@ -42,14 +45,43 @@ def test_a_tensor_costs_few_operations(report: dict[str, Any]) -> None:
 
 
 def test_log_probs_kept_as_numbers_are_those_that_vllm_keeps(report: dict[str, Any]) -> None:
-    rollout = report["rollout"]
+    rollout = report["few"]["rollout"]
     assert rollout["ours"] == rollout["theirs"]
     assert rollout["kinds"] == ["dict", "float"]  # of vLLM's own bookkeeping, and of ours
 
 
 def test_a_sync_forgets_every_prefix(report: dict[str, Any]) -> None:
-    rollout = report["rollout"]
+    rollout = report["few"]["rollout"]
     assert rollout["known"] > 0 == rollout["left"] and rollout["blocks"]
+
+
+@pytest.mark.parametrize("at_once", [1, 7, 35, 36, 1000])
+def test_a_gpus_checksum_is_a_cpus_in_pieces_of_any_size(at_once: int) -> None:
+    tensor = torch.randn(5, 7, generator=torch.Generator().manual_seed(0)).bfloat16()
+    assert added_up(tensor.view(torch.int16), at_once) == checksum(tensor) != added_up(tensor.view(torch.int16)[:, :-1], at_once)
+
+
+class Engine(nn.Module):
+    """As much of one of vLLM's models as has parameters."""
+
+    packed_modules_mapping: dict[str, list[str]] = {}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(4)
+
+
+@torch.no_grad()
+def test_places_hold_until_a_parameter_is_another_or_elsewhere() -> None:
+    engine = Engine()
+    places = Places(engine)
+    engine.norm.weight.fill_(2)
+    assert places.hold(engine) and not places.hold(Engine())
+    engine.norm.weight.data = torch.ones(4)
+    assert not places.hold(engine)
+    places = Places(engine)
+    engine.norm.bias = nn.Parameter(torch.ones(4))
+    assert not places.hold(engine) and Places(engine).hold(engine)
 
 
 class Lists(NamedTuple):
