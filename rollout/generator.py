@@ -226,6 +226,7 @@ class Generator:
                 _release("kv_cache")
         self._asleep = {"weights", "kv_cache"} if whole else {"kv_cache"}
         yield
+        empty_cache()
         if whole:
             self._wake("weights", self._llm)
         if not until_load:
@@ -234,7 +235,6 @@ class Generator:
     def _wake(self, tag: str, sleeper: Any) -> None:
         """sleeper: who was put to sleep, the engine or, where that knows nothing of it, its worker."""
         needed = sum(block.handle[1] for block in _blocks(tag))
-        empty_cache()
         with self._inside(), explained("waking the engine", "generator.gpu_memory_utilization", needed=needed):
             sleeper.wake_up(tags=[tag])
         self._asleep.discard(tag)
@@ -257,6 +257,7 @@ class Generator:
             return
         with explained("loading new weights into the engine", "generator.gpu_memory_utilization"):
             self._loader.load(self._model(), buckets)
+        empty_cache()
         self._wake_kv_cache()
         self.version = version
 

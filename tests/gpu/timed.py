@@ -18,15 +18,12 @@ def run(script: str, folder: Path, **keys: Any) -> tuple[list[dict[str, Any]], s
     return steps, done.stdout
 
 
-def check_time_and_memory(
-    steps: list[dict[str, Any]], figures: dict[str, Any], *, engine: bool = True, gives_back: bool = True
-) -> None:
+def check_time_and_memory(steps: list[dict[str, Any]], figures: dict[str, Any], *, engine: bool = True) -> None:
     """The first step also makes the optimizer's moments; from the second on all are alike.
 
     The phases that must take time are looked at one by one, and what no phase explains may be 3 % in the mean over the steps.
 
-    gives_back: an engine wakes in every step and asks torch for its unused blocks. Otherwise, as without an engine, only live tensors
-    must come back to the same figure.
+    Without an engine nobody asks torch to give unused blocks back, and only live tensors must come back to the same figure.
     """
     later = steps[1:]
     busy = ("data", "generate", "train", "sync") if engine else ("data", "train")
@@ -47,7 +44,7 @@ def check_time_and_memory(
         values = [s[f"mem/{name}_gib"] for s in later]
         figures[f"{name}_gib"] = f"{min(values):.2f}-{max(values):.2f}"
     figures["peak_gib"] = max(s["mem/peak_gib"] for s in later)
-    for name in ("used", "allocated") if engine and gives_back else ("allocated",):
+    for name in ("used", "allocated") if engine else ("allocated",):
         values = [s[f"mem/{name}_gib"] for s in later]
         assert max(values) - min(values) <= 0.05, f"mem/{name}_gib: {values}"
     assert other <= 0.03, f"unexplained time: {[round(s['time/other'], 3) for s in later]}"
