@@ -31,6 +31,7 @@ class TrainingConfig:
     gradient_accumulation_steps: int = 1  # multiplies batch_size; how a step is cut into passes, max_tokens_per_batch decides
     max_tokens_per_batch: int | None = None  # tokens in one forward pass of one replica; null: 16384, or seq_len if that is more
     seq_len: int = 4096  # tokens of prompt and response together, at most
+    shared_prompts: bool = True  # of GRPO: a prompt is computed once for all its responses in a row; false: for each of them
     dtype: Literal["bfloat16", "float32"] = "bfloat16"  # of computation; the master weights are float32 in either case
     activation_checkpointing: Literal["none", "selective", "full"] = "none"  # keep all; matrix products and attention; a block's input only
     compile: bool = False  # true: torch.compile of each block but its attention; needs a C++ compiler
