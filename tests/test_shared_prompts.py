@@ -64,7 +64,8 @@ def test_random_groups_in_any_order_have_the_logits_of_their_episodes(seed, chec
 def test_a_row_has_the_prompt_once_then_the_responses_whose_positions_go_on_after_it():
     a, b = np.array([5, 6, 7]), np.array([8, 9])
     ids = [(a, [10, 11]), (b, [12]), (a, [13]), (a, [14, 15, 16])]
-    episodes = [Episode(np.append(p, r), len(p), *(np.ones(len(r), np.float32) for _ in range(2))) for p, r in ids]
+    ones = [np.ones(len(r), np.float32) for _, r in ids]
+    episodes = [Episode(np.append(p, r), len(p), one, one) for (p, r), one in zip(ids, ones, strict=True)]
     batch = to_batch(episodes, CPU, 15, shared_prompts=True)
     assert batch.token_ids.tolist() == [5, 6, 7, 10, 11, 13, 14, 15, 16, 8, 9, 12, 0, 0, 0]
     assert batch.positions.tolist() == [0, 1, 2, 3, 4, 3, 3, 4, 5, 0, 1, 2, 0, 1, 2]
