@@ -132,7 +132,7 @@ def train(cfg: Config, place: Placement, output: Path, dataset: DatasetConfig, l
         if held_out.is_due(step, training.sync_interval) or step == total:
             numbers |= held_out.evaluate(generator, scorer)
         times = clock.reduce(place.objects)
-        log.step(step, numbers | stats | prompts.counts() | times | speed(episodes, times, place, policy, generator), groups)
+        log.step(step, numbers | stats | prompts.counts() | times | speed(episodes, times, place, policy, generator, stats), groups)
         if checkpoint.is_due(step, cfg.checkpoint, training.sync_interval) or step == total:
             checkpoint.save(output, step, trainer, place, cfg.checkpoint, clock, reference=reference, **rollouts.state())
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from batch import Batch, Episode, from_dictionaries
+from batch import IDLE, Batch, Episode, from_dictionaries, row_length
 from metrics import TOKEN_MAXIMA, TOKEN_MEANS, TokenStats
 from model import Model
 from objective import Correction, Objective
@@ -171,7 +171,8 @@ class Trainer:
     def train(self, episodes: list[Episode], step: int) -> dict[str, float]:
         """A rollout's optimizer steps: its groups are split, in order, into `updates_per_rollout` parts. Collective over the mesh.
 
-        Returns the means over the updates of their statistics; maxima are maxima, and the mismatch to the sampler is the first's.
+        Returns the means over the updates of their statistics; maxima are maxima, perf/* are sums, and the mismatch to the sampler is the
+        first's.
         """
         groups = 1 + max(e.group for e in episodes)
         parts: list[list[Episode]] = [[] for _ in range(self.cfg.updates_per_rollout)]
@@ -183,7 +184,7 @@ class Trainer:
         merged = {}
         for name in dict.fromkeys(name for r in results for name in r):
             values = [r[name] for r in results if name in r]  # an update in which no token counts has no means over tokens
-            merge = max if name.endswith("/max") else statistics.fmean
+            merge = max if name.endswith("/max") else sum if name.startswith("perf/") else statistics.fmean
             merged[name] = values[0] if name.startswith("mismatch/") else merge(values)
         return merged
 
@@ -199,7 +200,9 @@ class Trainer:
         loss = self.objective.of_step(episodes, rows, self.model)
         shares = [loss.by_chunks(row) for row in rows]
         stats: TokenStats | None = None
-        total = torch.zeros((), dtype=torch.float64, device=device)
+        shared_prompts = self.model.shared_prompts
+        computed = sum(row_length(row, shared_prompts=shared_prompts) for row in rows if row[0] is not IDLE)
+        sums = torch.tensor([0.0, computed], dtype=torch.float64, device=device)  # the loss, and tokens
 
         def finish(i: int, batch: Batch, outputs: tuple[Tensor, ...]) -> Tensor:
             nonlocal stats
@@ -209,7 +212,7 @@ class Trainer:
                 share, *scores = outputs
                 with torch.no_grad():
                     _, metrics, mask = loss.row(rows[i], *(_grid(values, batch) for values in scores))
-            total.add_(share.detach())
+            sums[0].add_(share.detach())
             stats = stats or TokenStats(means=tuple(dict.fromkeys((*TOKEN_MEANS, *metrics))), device=device)
             for name, values in metrics.items():
                 stats.add(name, values, mask)
@@ -221,11 +224,12 @@ class Trainer:
         result = {}
         if self.model.local.is_last:
             assert stats is not None, "no episodes"
-            dist.all_reduce(total, group=grid.group("dp"))
-            result = {"loss/policy": float(total) if loss.value is None else loss.value}
+            dist.all_reduce(sums, group=grid.group("dp"))
+            total, tokens = sums.tolist()
+            result = {"loss/policy": total if loss.value is None else loss.value, "perf/tokens_computed": tokens}
             result |= stats.reduce(grid.group("dp")) | loss.sequence_metrics(grid.group("dp"))
-        tokens = sum(int(e.loss_mask.sum()) for e in episodes)
-        return from_last_stage(result, grid) | {"loss/tokens": float(tokens)} | self._step(step)
+        counted = sum(int(e.loss_mask.sum()) for e in episodes)
+        return from_last_stage(result, grid) | {"loss/tokens": float(counted)} | self._step(step)
 
     @torch.no_grad()
     def _step(self, step: int) -> dict[str, float]:
