@@ -21,6 +21,7 @@ from objective import Correction, Objective
 from parallel.memory import explained, live_bytes
 from parallel.pipeline import from_all_stages, from_last_stage
 from parallel.switches import Switches, blank_state, blank_state_on_host, step_by_parts, whole_step
+from skipping import check_skips, with_advantage
 
 
 @dataclass(kw_only=True)
@@ -51,6 +52,7 @@ class TrainingConfig:
     updates_per_rollout: int = 1  # a rollout of this many times the prompts is split into that many optimizer steps
     sync_interval: int = 1  # steps between two transfers of the weights to the generator
     entropy_coef: float = 0.0  # weight of an entropy bonus in the loss
+    skip_zero_advantages: bool = False  # true: answers whose advantages are all 0 are in no training pass, only in the denominators
     ref_update_interval: int = 0  # steps between moves of the reference to the policy, put off to a step that syncs; 0: never
     ref_update_mix: float = 1.0  # how far it moves: reference <- (1 - mix) reference + mix policy
 
@@ -149,6 +151,8 @@ class Trainer:
         self._total = cfg.steps if total is None else total
         cfg.check_schedule(self._total)
         self.objective = Objective(loss, correction=correction, entropy_coef=cfg.entropy_coef, top_entropy=top_entropy)
+        if cfg.skip_zero_advantages:
+            check_skips(loss, entropy_coef=cfg.entropy_coef, top_entropy=top_entropy)
         self.updates = 0  # optimizer steps taken
         if not model.is_local:
             return
@@ -195,8 +199,9 @@ class Trainer:
         """
         if not self.model.is_local:
             return {}
-        rows = self.model.rows(episodes)
         device, grid = self.model.device, self.model.grid
+        trained = with_advantage(episodes) if self.cfg.skip_zero_advantages else episodes
+        rows = self.model.rows(trained) or [[IDLE]] * grid.pp
         loss = self.objective.of_step(episodes, rows, self.model)
         shares = [loss.by_chunks(row) for row in rows]
         stats: TokenStats | None = None
@@ -225,11 +230,12 @@ class Trainer:
         if self.model.local.is_last:
             assert stats is not None, "no episodes"
             dist.all_reduce(sums, group=grid.group("dp"))
-            total, tokens = sums.tolist()
-            result = {"loss/policy": total if loss.value is None else loss.value, "perf/tokens_computed": tokens}
+            total, passed = sums.tolist()
+            result = {"loss/policy": total if loss.value is None else loss.value, "perf/tokens_computed": passed}
             result |= stats.reduce(grid.group("dp")) | loss.sequence_metrics(grid.group("dp"))
-        counted = sum(int(e.loss_mask.sum()) for e in episodes)
-        return from_last_stage(result, grid) | {"loss/tokens": float(counted)} | self._step(step)
+        counted, kept = (float(sum(int(e.loss_mask.sum()) for e in some)) for some in (episodes, trained))
+        tokens = {"loss/tokens": counted} | ({"loss/tokens_skipped": counted - kept} if self.cfg.skip_zero_advantages else {})
+        return from_last_stage(result, grid) | tokens | self._step(step)
 
     @torch.no_grad()
     def _step(self, step: int) -> dict[str, float]:
