@@ -1,5 +1,7 @@
 """A prompt that several responses share is computed once in a row, and no number is another for it."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -7,13 +9,14 @@ from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
 
 import attention
-from batch import Episode, row_length, to_batch
+from batch import Episode, attach, row_length, to_batch
 from losses import GRPOLoss
+from model import Model
 from packing import KEYS_PER_TOKEN, plan_shared_rows
 from parallel.experts import NAME as EXPERTS
 from parallel.plans import PLANS
 from tests.groups import grouped, some_groups
-from tests.steps import assert_same_gradient, gradient, place, trainer_of  # noqa: F401 - two are fixtures
+from tests.steps import TEMPERATURE, assert_same_gradient, gradient, place, trainer_of  # noqa: F401 - two are fixtures
 from tests.tiny import FAMILIES, SPECIAL_FAMILIES
 
 CPU = torch.device("cpu")
@@ -178,6 +181,16 @@ def test_a_step_with_shared_prompts_is_the_step_without(max_tokens, trainer_of):
         if not name.startswith("perf/"):
             assert stats[1][name] == pytest.approx(value, rel=1e-5, abs=1e-6), name
     assert_same_gradient(gradient(made[1]), gradient(made[0]))
+
+
+def test_a_reference_in_the_same_layout_scores_the_same_rows_and_is_no_distance_away(place, trainer_of):  # noqa: F811
+    trainer, episodes = trainer_of(GRPOLoss(beta=0.1), max_tokens=60, shared_prompts=True), grouped(GROUPS)
+    for e in episodes:
+        e.gen_logprobs = None  # made up, which the reference would notice
+    options: dict[str, Any] = {"dtype": "float32", "temperature": TEMPERATURE, "max_tokens": 60, "shared_prompts": True}
+    reference = Model(trainer.model.source, place.trainer, trainable=False, **options)
+    attach("ref_logprobs", episodes, list(reference.logprobs(episodes).values()))
+    assert trainer.update(episodes, 0)["kl/ref_k3"] == 0.0
 
 
 @pytest.mark.parametrize("checkpointing", ["selective", "full"])
