@@ -14,6 +14,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 
+from batch import Keys
 from parallel.context import CutRow
 
 NAME = "packed"  # as transformers' `attn_implementation`
@@ -27,19 +28,32 @@ SCORES_AT_ONCE = 2**25  # of all heads together, where they are written out: 128
 
 @dataclass(frozen=True)
 class Segments:
-    """Where the episodes of a packed row begin and end; handed through the model's forward to every attention layer."""
+    """Where the segments of a packed row begin and end; handed through the model's forward to every attention layer."""
 
-    cu_seqlens: Tensor  # [B + 1] int32
+    cu_seqlens: Tensor  # [S + 1] int32
     max_seqlen: int
     row: CutRow | None = None  # where several ranks share the row
+    keys: Keys | None = None  # where a segment sees more than itself
+
+    @property
+    def most_keys(self) -> int:
+        """That a segment sees."""
+        return self.max_seqlen if self.keys is None else self.keys.max_seqlen
 
     @functools.cached_property
-    def by_length(self) -> tuple[Tensor, ...]:
-        """Token positions [n, L] of the n segments of each length L."""
+    def by_length(self) -> tuple[tuple[Tensor, Tensor], ...]:
+        """Token positions [n, L] of the n segments of each length L, and [n, K] of the K keys that each sees."""
         starts, lengths = self.cu_seqlens[:-1].long(), self.cu_seqlens.diff()
-        return tuple(
-            starts[lengths == n][:, None] + torch.arange(n, device=starts.device) for n in lengths.unique().tolist()
-        )
+        if self.keys is None:
+            found = [starts[lengths == n][:, None] + torch.arange(n, device=starts.device) for n in lengths.unique().tolist()]
+            return tuple((at, at) for at in found)
+        starts_of_keys, keys = self.keys.cu_seqlens[:-1].long(), self.keys.cu_seqlens.diff()
+        pairs = []
+        for n, m in torch.stack([lengths, keys], 1).unique(dim=0).tolist():
+            alike = (lengths == n) & (keys == m)
+            seen = self.keys.places[starts_of_keys[alike][:, None] + torch.arange(m, device=starts.device)]
+            pairs.append((starts[alike][:, None] + torch.arange(n, device=starts.device), seen))
+        return tuple(pairs)
 
 
 @dataclass(frozen=True)
@@ -52,38 +66,66 @@ class Scores:
 
 
 def flash(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scores: Scores) -> Tensor:
-    """The flash kernel for variable lengths; it caps no scores. [N, H, D] each."""
-    cu, longest = segments.cu_seqlens, segments.max_seqlen
+    """The flash kernel for variable lengths; it caps no scores. [N, H, D] each. It lets the last query of a segment see the last key."""
+    cu_q, cu_k = segments.cu_seqlens, segments.cu_seqlens
+    if segments.keys is not None:
+        cu_k = segments.keys.cu_seqlens
+        k, v = (_Gathered.apply(t, segments.keys) for t in (k, v))
     options = CAUSAL_GQA if scores.window is None else CAUSAL_GQA | {"window_size": (scores.window - 1, 0)}
-    out = varlen_attn(q, k, v, cu, cu, longest, longest, scale=scores.scaling, **options)
+    out = varlen_attn(q, k, v, cu_q, cu_k, segments.max_seqlen, segments.most_keys, scale=scores.scaling, **options)
     assert isinstance(out, Tensor)
     return out
 
 
+class _Gathered(torch.autograd.Function):
+    """The keys or values [K, H, D] that the segments see, of a row's [N, H, D]. Of those that several see, gradients add up in fp32."""
+
+    @staticmethod
+    def forward(ctx: Any, of_row: Tensor, keys: Keys) -> Tensor:
+        ctx.keys = keys
+        return of_row.index_select(0, keys.places)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        keys: Keys = ctx.keys
+        total = gradient.index_select(0, keys.first)
+        sums = total[keys.shared].to(_wide(total)).index_add_(0, keys.of_shared, gradient[keys.again].to(_wide(total)))
+        return total.index_copy_(0, keys.shared, sums.to(total.dtype)), None
+
+
 def per_length(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scores: Scores) -> Tensor:
-    """One SDPA call per distinct length, or scores written out where they are capped or do not reach back to the start. [N, H, D] each."""
+    """One SDPA call per distinct pair of lengths, or scores written out where they are capped or do not reach back to the start.
+
+    [N, H, D] each.
+    """
     parts = []
-    for at in segments.by_length:
-        qs, ks, vs = (t[at].transpose(1, 2) for t in (q, k, v))  # [n, H, L, D]
-        if scores.softcap is None and (scores.window is None or scores.window >= at.shape[1]):
-            out = F.scaled_dot_product_attention(qs, ks, vs, is_causal=True, scale=scores.scaling, enable_gqa=True)
+    for at, seen in segments.by_length:
+        qs, ks, vs = (t[here].transpose(1, 2) for t, here in ((q, at), (k, seen), (v, seen)))  # [n, H, L, D]
+        queries, keys = at.shape[1], seen.shape[1]
+        if scores.softcap is None and (scores.window is None or scores.window >= keys):
+            options: dict[str, Any] = {"is_causal": True}
+            if queries != keys:  # `is_causal` would let the first query see the first key alone
+                options = {"attn_mask": torch.ones(queries, keys, dtype=torch.bool, device=q.device).tril(keys - queries)}
+            out = F.scaled_dot_product_attention(qs, ks, vs, scale=scores.scaling, enable_gqa=True, **options)
         else:
             out = _WrittenOut.apply(qs, ks, vs, scores)
         parts.append(out.transpose(1, 2).flatten(0, 1))
-    order = torch.cat([at.flatten() for at in segments.by_length])
+    order = torch.cat([at.flatten() for at, _ in segments.by_length])
     return torch.empty_like(q).index_copy(0, order, torch.cat(parts))
 
 
 class _WrittenOut(torch.autograd.Function):
     """Causal attention with its scores in memory, for a chunk of queries at a time and again in the backward pass.
 
-    q [n, Hq, L, D]; k, v [n, Hkv, L, D]. All that is computed is in fp32 at least: a score of 40 in bf16 is off by an eighth.
+    q [n, Hq, L, D]; k, v [n, Hkv, K, D], K >= L: the last query sees the last key. All that is computed is in fp32 at least: a score of
+    40 in bf16 is off by an eighth.
     """
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> Tensor:
         out, total = torch.empty_like(q), q.new_empty(q.shape[:3], dtype=_wide(q))
-        for rows, keys in _chunks(q, scores):
+        for rows, keys in _chunks(q, k, scores):
             s, _ = _scores(q[:, :, rows], k[:, :, keys], rows, keys, scores)
             total[:, :, rows] = of_rows = s.logsumexp(-1)
             out[:, :, rows] = _per_query_head(s.sub_(of_rows[..., None]).exp_(), v[:, :, keys])
@@ -97,7 +139,7 @@ class _WrittenOut(torch.autograd.Function):
         q, k, v, total = ctx.saved_tensors
         scores: Scores = ctx.scores
         of_q, (of_k, of_v) = torch.empty_like(q), (torch.zeros_like(t, dtype=total.dtype) for t in (k, v))
-        for rows, keys in _chunks(q, scores):
+        for rows, keys in _chunks(q, k, scores):
             s, bend = _scores(q[:, :, rows], k[:, :, keys], rows, keys, scores)
             p = s.sub_(total[:, :, rows, None]).exp_()
             outer = gradient[:, :, rows].to(total.dtype)
@@ -119,16 +161,17 @@ def _scaling(q: Tensor, scores: Scores) -> float:
     return q.shape[-1] ** -0.5 if scores.scaling is None else scores.scaling
 
 
-def _chunks(q: Tensor, scores: Scores) -> Iterator[tuple[slice, slice]]:
+def _chunks(q: Tensor, k: Tensor, scores: Scores) -> Iterator[tuple[slice, slice]]:
     """Consecutive queries, and the keys that some of them see."""
     n, heads, length, _ = q.shape
-    reach = min(scores.window or length, length)
+    before = k.shape[2] - length
+    reach = min(scores.window or k.shape[2], k.shape[2])
     # With c queries there are c (c + reach) scores of a head at most.
     most = max(SCORES_AT_ONCE // (n * heads), 1)
     count = max(min(int((math.sqrt(reach * reach + 4 * most) - reach) / 2), length), 1)
     for first in range(0, length, count):
         last = min(first + count, length)
-        yield slice(first, last), slice(max(first - reach + 1, 0), last)
+        yield slice(first, last), slice(max(before + first - reach + 1, 0), before + last)
 
 
 def _scores(q: Tensor, k: Tensor, rows: slice, keys: slice, scores: Scores) -> tuple[Tensor, Tensor | None]:
@@ -139,7 +182,8 @@ def _scores(q: Tensor, k: Tensor, rows: slice, keys: slice, scores: Scores) -> t
         s.div_(scores.softcap).tanh_()
         bend = 1 - s.square()
         s.mul_(scores.softcap)
-    back = torch.arange(rows.start, rows.stop, device=q.device)[:, None] - torch.arange(keys.start, keys.stop, device=q.device)
+    at = torch.arange(rows.start, rows.stop, device=q.device) + (keys.stop - rows.stop)  # the last query is where the last key is
+    back = at[:, None] - torch.arange(keys.start, keys.stop, device=q.device)
     unseen = back < 0 if scores.window is None else (back < 0) | (back >= scores.window)
     return s.masked_fill_(unseen, -math.inf), bend
 

@@ -61,22 +61,40 @@ class Episode:
         return len(self.token_ids) - self.num_prompt_tokens
 
 
+@dataclass(frozen=True)
+class Keys:
+    """Which K keys the S segments of a row see, where they are not just a segment's own: a response sees its prompt's and its own.
+
+    The last query of a segment sees all of them, each query before it one less.
+    """
+
+    cu_seqlens: Tensor  # [S + 1] int32, of a segment's keys in `places`
+    max_seqlen: int
+    places: Tensor  # [K] int64: the token of the row that has the key
+    first: Tensor  # [N] int64: where in `places` a token is for the first time
+    again: Tensor  # [K - N] int64: where a token is another time
+    shared: Tensor  # [P] int64: the tokens that are there several times, which are those of shared prompts
+    of_shared: Tensor  # [K - N] int64: which of `shared` is at `again`
+
+
 @dataclass
 class Batch:
     """B episodes packed into one row of N tokens, and their responses as the [B, T] grid a loss sees (T: longest response).
 
-    Attention stays inside [cu_seqlens[i], cu_seqlens[i+1]). `rows[j]` is the position in the row whose next token is
+    A row has S segments: episodes, and where several share a prompt, the prompt and then a segment for each of their responses. Attention
+    stays inside [cu_seqlens[i], cu_seqlens[i+1]), but for what `keys` says. `rows[j]` is the position in the row whose next token is
     `targets[j]`, over all response tokens in episode order (M of them); `grid[j]` is that token's place in the flattened [B, T].
     """
 
     token_ids: Tensor  # [N] int64
     positions: Tensor  # [N] int64, restart at 0 for each episode
-    cu_seqlens: Tensor  # [B + 1] int32
+    cu_seqlens: Tensor  # [S + 1] int32
     max_seqlen: int
-    rows: Tensor  # [M] int64
+    rows: Tensor  # [M] int64; ascending where no prompt is shared
     targets: Tensor  # [M] int64
     grid: Tensor  # [M] int64
     shape: tuple[int, int]  # (B, T)
+    keys: Keys | None = None  # where a prompt is shared
 
 
 @dataclass
@@ -131,43 +149,94 @@ def packing_efficiency(lengths: list[int], num_replicas: int, max_tokens: int) -
 IDLE = Episode(np.zeros(2, np.int64), 1, np.zeros(1, np.float32), np.zeros(1, np.float32))
 
 
-def padded_length(episodes: list[Episode], multiple: int) -> int:
-    """Tokens of the episodes, rounded up."""
-    return -(-sum(len(e.token_ids) for e in episodes) // multiple) * multiple
+def of_equal_prompts(episodes: list[Episode]) -> list[list[int]]:
+    """The indices of the episodes, those with the same prompt tokens together, in the order of the first of them."""
+    found: dict[bytes, list[int]] = {}
+    for i, e in enumerate(episodes):
+        found.setdefault(np.asarray(e.token_ids[: e.num_prompt_tokens], np.int64).tobytes(), []).append(i)
+    return list(found.values())
 
 
-def to_batch(episodes: list[Episode], device: torch.device, length: int | None = None) -> Batch:
+def row_length(episodes: list[Episode], *, shared_prompts: bool = False) -> int:
+    """Tokens of the row that they make."""
+    if not shared_prompts:
+        return sum(len(e.token_ids) for e in episodes)
+    prompts = sum(episodes[first].num_prompt_tokens for first, *_ in of_equal_prompts(episodes))
+    return prompts + sum(e.num_response_tokens for e in episodes)
+
+
+def to_batch(episodes: list[Episode], device: torch.device, length: int | None = None, *, shared_prompts: bool = False) -> Batch:
     """Concatenate episodes into one row. Needs at least one.
 
     length: tokens of the row, where it may not be as long as it comes; the rest is filled with segments that count for nothing.
+    shared_prompts: equal prompts are in the row once.
     """
-    lengths = np.array([len(e.token_ids) for e in episodes])
-    starts = np.concatenate([[0], np.cumsum(lengths)])
-    responses = [e.num_response_tokens for e in episodes]
-    width = max(responses)
-    ends = zip(starts[:-1], starts[1:], episodes, strict=True)
-    rows = np.concatenate([np.arange(start + e.num_prompt_tokens - 1, end - 1) for start, end, e in ends])
-    token_ids = np.concatenate([e.token_ids for e in episodes])
-    targets = token_ids[rows + 1]
-    if length is not None and length > len(token_ids):
-        filling = np.diff([*range(len(token_ids), length, lengths.max()), length])
-        token_ids = np.concatenate([token_ids, np.zeros(length - len(token_ids), np.int64)])
-        lengths = np.concatenate([lengths, filling])
-        starts = np.concatenate([[0], np.cumsum(lengths)])
+    groups = of_equal_prompts(episodes) if shared_prompts else [[i] for i in range(len(episodes))]
+    row = _Segments()
+    rows: list[np.ndarray] = [row.none] * len(episodes)
+    for first, *others in groups:
+        prompt = episodes[first].num_prompt_tokens
+        if not others:
+            rows[first] = row.add(episodes[first].token_ids)[prompt - 1 : -1]
+            continue
+        before = row.add(episodes[first].token_ids[:prompt])
+        for i in (first, *others):
+            response = row.add(episodes[i].token_ids[prompt:], before)
+            rows[i] = np.concatenate([before[-1:], response[:-1]])
+    if length is not None:
+        longest = max(map(len, row.queries))
+        while row.length < length:
+            row.add(np.zeros(min(longest, length - row.length), np.int64))
+    width = max(e.num_response_tokens for e in episodes)
 
-    def tensor(values: np.ndarray, dtype: torch.dtype = torch.int64) -> Tensor:
-        return torch.as_tensor(values, dtype=dtype).to(device)
+    def tensor(values: list[np.ndarray], dtype: torch.dtype = torch.int64) -> Tensor:
+        return torch.as_tensor(np.concatenate(values), dtype=dtype).to(device)
 
+    def ends(parts: list[np.ndarray]) -> Tensor:
+        return tensor([np.cumsum([0, *map(len, parts)])], torch.int32)
+
+    keys = None
+    if any(others for _, *others in groups):
+        places = np.concatenate(row.keys)
+        _, once = np.unique(places, return_index=True)
+        again = np.delete(np.arange(len(places)), once)
+        shared, of_shared = np.unique(places[again], return_inverse=True)
+        lists = (tensor([values]) for values in (places, once, again, shared, of_shared))
+        keys = Keys(ends(row.keys), max(map(len, row.keys)), *lists)
     return Batch(
-        token_ids=tensor(token_ids),
-        positions=tensor(np.concatenate([np.arange(n) for n in lengths])),
-        cu_seqlens=tensor(starts, torch.int32),
-        max_seqlen=int(lengths.max()),
+        token_ids=tensor(row.tokens),
+        positions=tensor(row.positions),
+        cu_seqlens=ends(row.queries),
+        max_seqlen=max(map(len, row.queries)),
         rows=tensor(rows),
-        targets=tensor(targets),
-        grid=tensor(np.concatenate([b * width + np.arange(r) for b, r in enumerate(responses)])),
+        targets=tensor([e.token_ids[e.num_prompt_tokens :] for e in episodes]),
+        grid=tensor([b * width + np.arange(e.num_response_tokens) for b, e in enumerate(episodes)]),
         shape=(len(episodes), width),
+        keys=keys,
     )
+
+
+class _Segments:
+    """Of a row that is being made."""
+
+    none = np.zeros(0, np.int64)
+
+    def __init__(self) -> None:
+        self.length = 0
+        self.tokens: list[np.ndarray] = []
+        self.positions: list[np.ndarray] = []
+        self.queries: list[np.ndarray] = []  # a segment's places in the row
+        self.keys: list[np.ndarray] = []  # the places of what it sees
+
+    def add(self, tokens: np.ndarray, before: np.ndarray = none) -> np.ndarray:
+        """The places of a segment with these tokens, which follow those at the places `before`."""
+        here = np.arange(self.length, self.length + len(tokens))
+        self.tokens.append(tokens)
+        self.positions.append(np.arange(len(before), len(before) + len(tokens)))
+        self.queries.append(here)
+        self.keys.append(np.concatenate([before, here]))
+        self.length += len(tokens)
+        return here
 
 
 def pad(columns: list[np.ndarray], device: torch.device) -> Tensor:

@@ -8,6 +8,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from model import head_width
+from packing import KEYS_PER_TOKEN
 from parallel.memory import GIB, Residency, TrainingBytes, choose, parks, training_bytes
 from parallel.pipeline import bounds
 from parallel.plans import PLANS
@@ -81,9 +82,13 @@ class Estimate:
         """Beside the policy's weights."""
         role, s = self.plan.trainer, self.shape
         tokens = -(-self.row_tokens // role.cp)
-        widths: dict[str, Any] = {"hidden": s.hidden, "intermediate": s.intermediate // role.tp, "heads": s.heads // role.tp}
         options: dict[str, Any] = {"layers": s.layers, "tokens": tokens, "itemsize": self.dtype.itemsize, "switches": self.switches}
-        return training_bytes(self.weights, **widths, **options)
+        return training_bytes(self.weights, **self._widths(role), **options)
+
+    def _widths(self, role: RolePlan) -> dict[str, Any]:
+        s = self.shape
+        again = (KEYS_PER_TOKEN - 1) * s.kv // role.tp if self.plan.samples else 0  # responses have prompts in common
+        return {"hidden": s.hidden, "intermediate": s.intermediate // role.tp, "heads": s.heads // role.tp, "again": again}
 
     @property
     def weights(self) -> int:
@@ -119,9 +124,8 @@ class Estimate:
         """What the reference's forward pass takes beside its weights: one layer's activations, and the head's chunks."""
         if (role := self.plan.reference) is None:
             return 0
-        s, tokens = self.shape, -(-self.row_tokens // role.cp)
-        widths: dict[str, Any] = {"hidden": s.hidden, "intermediate": s.intermediate // role.tp, "heads": s.heads // role.tp}
-        return training_bytes(0, layers=1, tokens=tokens, itemsize=self.dtype.itemsize, **widths).peak
+        tokens = -(-self.row_tokens // role.cp)
+        return training_bytes(0, layers=1, tokens=tokens, itemsize=self.dtype.itemsize, **self._widths(role)).peak
 
     @property
     def syncing(self) -> int:

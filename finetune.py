@@ -70,8 +70,9 @@ class EarlyStopConfig:
 
 def check(cfg: Any) -> None:
     """ValueError where a run's sections do not go together."""
-    for key, neutral in (("updates_per_rollout", 1), ("sync_interval", 1), ("ref_update_interval", 0)):
-        if (value := vars(cfg.training)[key]) != neutral:
+    neutral: dict[str, Any] = {"updates_per_rollout": 1, "sync_interval": 1, "ref_update_interval": 0, "skip_zero_advantages": False}
+    for key, unset in (neutral | {"shared_prompts": True}).items():
+        if (value := vars(cfg.training)[key]) != unset:
             raise ValueError(f"training.{key}={value}: supervised fine-tuning has neither rollouts nor a reference; remove the key")
     if cfg.rewards and cfg.eval.dataset is None:
         raise ValueError("rewards without eval.dataset: they score what is answered to held-out prompts; add it, or remove rewards")

@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import attention
-from batch import IDLE, Batch, Episode, padded_length, plan_rows, to_batch
+from batch import IDLE, Batch, Episode, row_length, to_batch
 from fingerprint import check_perplexity, check_weights
 from head import Share, VocabShard, logprobs_from_hidden, loss_from_hidden
+from packing import plan_shared_rows
 from parallel import pipeline
 from parallel.context import Context, from_all_ranks
 from parallel.experts import NAME as EXPERTS
@@ -117,7 +118,7 @@ class ResponseLogprobs(nn.Module):
         if self.sequence is not None:
             tokens = tokens[:, self.sequence.row(tokens.shape[1]).own]
         inputs = {"input_ids": tokens} if given is None else {"inputs_embeds": given}
-        segments = attention.Segments(batch.cu_seqlens, batch.max_seqlen, row)
+        segments = attention.Segments(batch.cu_seqlens, batch.max_seqlen, row, batch.keys)
         options = {"position_ids": batch.positions[None, own], "use_cache": False, "segments": segments}
         return self.lm.model(**inputs, **options).last_hidden_state
 
@@ -125,6 +126,11 @@ class ResponseLogprobs(nn.Module):
         """What `forward` returns, from the last hidden state."""
         places, targets, counts = batch.rows, batch.targets, [len(batch.rows)]
         tokens = len(batch.token_ids)
+        order = None
+        if batch.keys is not None and (self.context is not None or self.sequence is not None):
+            # Ranks have consecutive tokens of the row, and several responses may begin after one of them.
+            places, order = places.sort(stable=True)
+            targets = targets[order]
         if self.context is not None:
             row = self.context.row(tokens)
             places, counts = row.deal(places)
@@ -135,6 +141,9 @@ class ResponseLogprobs(nn.Module):
         else:
             mine, of_each = self.sequence.row(tokens).deal(places)
             selected = from_all_ranks(hidden[0, mine], of_each, self.sequence)
+        if order is not None and self.context is None:  # the loss may take them chunk by chunk
+            back = order.argsort()
+            selected, targets = selected[back], targets[back]
         head = self.lm.get_output_embeddings()
         softcap = self.lm.config.get_text_config().to_dict().get("final_logit_softcapping")
         bias = None if head.bias is None else head.bias[self.words]
@@ -143,7 +152,10 @@ class ResponseLogprobs(nn.Module):
         inputs = (selected, weight, targets)
         scored = logprobs_from_hidden(*inputs, **options) if share is None else loss_from_hidden(*inputs, share, **options)
         found = tuple(values for values in scored if values is not None)
-        return found if self.context is None else tuple(from_all_ranks(values, counts, self.context) for values in found)
+        if self.context is None:
+            return found
+        whole = tuple(from_all_ranks(values, counts, self.context) for values in found)
+        return whole if order is None else tuple(values[order.argsort()] for values in whole)
 
 
 class Model:
@@ -160,14 +172,15 @@ class Model:
         trainable: bool,
         switches: Switches = ALL_OFF,
         parked: bool = False,
+        shared_prompts: bool = False,
     ):
         """Load the checkpoint, spread it and compare it with its files. dtype: of the computation; a trainable model keeps fp32 weights.
 
         max_tokens: in one forward pass of one replica. switches: of a trainable model; another takes what does not concern training.
-        parked: the weights are in the host's memory while they are not used. Collective over `grid`. ValueError where the device cannot do
-        what the switches ask for.
+        parked: the weights are in the host's memory while they are not used. shared_prompts: what `to_batch` and the plan of the rows take
+        it for. Collective over `grid`. ValueError where the device cannot do what the switches ask for.
         """
-        self.grid, self.max_tokens, self.source = grid, max_tokens, source
+        self.grid, self.max_tokens, self.source, self.shared_prompts = grid, max_tokens, source, shared_prompts
         self.dtype: torch.dtype = getattr(torch, dtype)
         self.tp_partial: list[nn.Parameter] = []  # gradients to be summed over the mesh's "tp" axis
         self.refreshes = 0  # how often its weights were taken from the policy
@@ -251,7 +264,7 @@ class Model:
 
     def _plan(self, episodes: list[Episode]) -> list[list[int]]:
         """`rows`, as indices."""
-        plan = plan_rows([len(e.token_ids) for e in episodes], self.grid.num_replicas, self.max_tokens)
+        plan = plan_shared_rows(episodes, self.grid.num_replicas, self.max_tokens, shared_prompts=self.shared_prompts)
         found = [row for rows in share(plan, self.grid) for row in rows]
         return found + [[]] * (self.grid.pp - len(found)) if found else []
 
@@ -266,10 +279,12 @@ class Model:
         given = shares or [None] * len(rows)
         grid, module = self.grid, self.local
         multiple = grid.cp * grid.tp if grid.tp > 1 else 1
-        lengths = [max(padded_length(row, multiple), grid.cp) for row in rows]  # transformers reshapes no row of 0 tokens
+        made = [row_length(row, shared_prompts=self.shared_prompts) for row in rows]
+        lengths = [max(-(-n // multiple) * multiple, grid.cp) for n in made]  # transformers reshapes no row of 0 tokens
+        batch_of = functools.partial(to_batch, device=self.device, shared_prompts=self.shared_prompts)
         if grid.pp == 1:
             for i, row in enumerate(rows):
-                batch = to_batch(row, self.device, lengths[i])
+                batch = batch_of(row, length=lengths[i])
                 loss = finish(i, batch, module(batch, given[i]))
                 if train:
                     loss.backward()
@@ -277,7 +292,7 @@ class Model:
         width = module.lm.config.get_text_config().hidden_size
         for run in pipeline.batches(len(rows), grid.pp):
             length = max(lengths[i] for i in run)
-            batches = {i: to_batch(rows[i], self.device, length) for i in run}
+            batches = {i: batch_of(rows[i], length=length) for i in run}
             module.of_row = lambda i, batches=batches: (batches[i], given[i], functools.partial(finish, i))
             tokens = torch.stack([batch.token_ids for batch in batches.values()])
             part = self._part(length)

@@ -1,5 +1,8 @@
 """How fast a step went, and in how much memory."""
 
+from collections.abc import Mapping
+from types import MappingProxyType
+
 from batch import Episode
 from model import Model
 from parallel.hardware import peak_flops
@@ -23,12 +26,15 @@ def residents(policy: Model, reference: Model | None, trainer: Trainer, generato
 
 
 def speed(
-    episodes: list[Episode], times: dict[str, float], place: Placement, policy: Model, generator: Generator | None = None
-) -> dict[str, float]:
-    """perf/* and mem/* of a step on this rank, from its episodes and its `times` (metrics.Clock).
+    episodes: list[Episode], times: dict[str, float], place: Placement, policy: Model, generator: Generator | None = None,
+    trained: Mapping[str, float] = MappingProxyType({}),
+) -> dict[str, float]:  # fmt: skip
+    """perf/* and mem/* of a step on this rank, from its episodes, its `times` (metrics.Clock) and what `Trainer.train` returned.
 
-    perf/tok_s_*: tokens per second and rank, sampled ones over the time of generation, all that were trained on over that of
-    training. perf/tflops_train: 6 FLOP a parameter and token, per rank; perf/mfu: their share of what the GPU can do. perf/bubble: the
+    perf/tok_s_*: tokens per second and rank, sampled ones over the time of generation, those of all episodes over that of training:
+    every response with its prompt, whether or not they had to be computed. Of these, perf/tokens_computed were: a prompt is once in a
+    row of its responses; what fills a row does not count. perf/tflops_train: 6 FLOP a parameter and token computed, per rank, without
+    attention and other passes; perf/mfu: their share of what the GPU can do. perf/bubble: the
     share of the step that ranks spent waiting for each other, on average. At steps that sync: perf/sync_gb, 1e9 bytes of the policy in
     the engine's dtype, and perf/sync_gb_s, these over the time of the sync (a reference that follows has its part in it).
     """
@@ -41,7 +47,8 @@ def speed(
         numbers["perf/sync_gb_s"] = numbers["perf/sync_gb"] / times["time/sync"]
     numbers["perf/bubble"] = times["time/wait_mean"] / times["time/step_mean"]
     if policy.num_parameters and "perf/tok_s_train" in numbers:
-        flops = 6 * policy.num_parameters * numbers["perf/tok_s_train"]
+        share = trained["perf/tokens_computed"] / sum(len(e.token_ids) for e in episodes) if trained else 1.0
+        flops = 6 * policy.num_parameters * share * numbers["perf/tok_s_train"]
         numbers["perf/tflops_train"] = flops / 1e12
         if (peak := peak_flops(place.device)) is not None:
             numbers["perf/mfu"] = flops / peak

@@ -40,6 +40,7 @@ from parallel.memory import CPU_SEQS, GIB, capacity, cpu_kv_cache
 from parallel.placement import Placement
 from parallel.roles import ParallelismConfig, Plan, ServicesConfig
 from rollout.sampling import Sampling, sampling_seed
+from skipping import check_skips
 from trainer import TrainingConfig
 
 DEFAULT_CLIP = {"clip_low": 0.2, "clip_high": 0.28, "beta": 0.0}
@@ -219,14 +220,13 @@ def check_repeatable(grpo: GRPOConfig, training: TrainingConfig) -> None:
 
 
 def plan_grpo(loss: Any, cfg: Any) -> Plan | None:
-    """Who does what; None when --plan asked to print that and no more.
-
-    ValueError when the roles do not fit the ranks that torchrun started, or the loss lacks its reference.
-    """
+    """Who does what; None when --plan asked to print that and no more. ValueError where that, or what is trained, does not fit together."""
     grpo, training, services, colocate = cfg.grpo, cfg.training, cfg.services, cfg.colocate
     if cfg.checkpoint.best is not None:
         raise ValueError(f"checkpoint.best={cfg.checkpoint.best}: train_sft.py alone keeps a best checkpoint; remove the key")
     check_repeatable(grpo, training)
+    if training.skip_zero_advantages:
+        check_skips(loss, entropy_coef=training.entropy_coef, top_entropy=grpo.top_entropy)
     needs = requires_reference(loss) or grpo.kl_in_reward > 0
     if services is not None and services.ref_model is None and needs and not colocate:
         raise ValueError(

@@ -69,10 +69,10 @@ def main() -> None:
 def handles(cfg: Config, place: Placement, loss: Any, total: int | None) -> tuple[Model, Model | None, Trainer, Generator]:
     """Policy and reference compute log-probs at the sampling temperature; off-policy data carries truncated importance weights."""
     training, grpo, source = cfg.training, cfg.grpo, ModelSource(*config.model_source(cfg.model))
-    spread = partial(Model, source, dtype=training.dtype, temperature=grpo.temperature, max_tokens=training.row_tokens)
-    policy = spread(place.trainer, trainable=True, switches=training.switches)
-    parked = place.reference is not None and startup.parks_reference(cfg, place)
-    reference = spread(place.reference, trainable=False, switches=training.switches, parked=parked) if place.reference else None
+    rows = partial(Model, source, max_tokens=training.row_tokens, shared_prompts=training.shared_prompts)
+    spread = partial(rows, dtype=training.dtype, temperature=grpo.temperature, switches=training.switches)
+    policy = spread(place.trainer, trainable=True)
+    reference = spread(place.reference, trainable=False, parked=startup.parks_reference(cfg, place)) if place.reference else None
     trainer = Trainer(policy, training, loss, correction=grpo.corrected(training), top_entropy=grpo.top_entropy, total=total)
     limits = (training.dtype, training.seq_len, training.row_tokens, training.switches, (training.prompts_per_rollout, grpo.n_samples))
     return policy, reference, trainer, Generator(source, cfg.generator, place, *limits, seed=cfg.seed, policy_bytes=policy.local_bytes)
@@ -132,7 +132,7 @@ def train(cfg: Config, place: Placement, output: Path, dataset: DatasetConfig, l
         if held_out.is_due(step, training.sync_interval) or step == total:
             numbers |= held_out.evaluate(generator, scorer)
         times = clock.reduce(place.objects)
-        log.step(step, numbers | stats | prompts.counts() | times | speed(episodes, times, place, policy, generator), groups)
+        log.step(step, numbers | stats | prompts.counts() | times | speed(episodes, times, place, policy, generator, stats), groups)
         if checkpoint.is_due(step, cfg.checkpoint, training.sync_interval) or step == total:
             checkpoint.save(output, step, trainer, place, cfg.checkpoint, clock, reference=reference, **rollouts.state())
 

@@ -14,13 +14,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from batch import Batch, Episode, from_dictionaries
+from batch import IDLE, Batch, Episode, from_dictionaries, row_length
 from metrics import TOKEN_MAXIMA, TOKEN_MEANS, TokenStats
 from model import Model
 from objective import Correction, Objective
 from parallel.memory import explained, live_bytes
 from parallel.pipeline import from_all_stages, from_last_stage
 from parallel.switches import Switches, blank_state, blank_state_on_host, step_by_parts, whole_step
+from skipping import check_skips, with_advantage
 
 
 @dataclass(kw_only=True)
@@ -31,6 +32,7 @@ class TrainingConfig:
     gradient_accumulation_steps: int = 1  # multiplies batch_size; how a step is cut into passes, max_tokens_per_batch decides
     max_tokens_per_batch: int | None = None  # tokens in one forward pass of one replica; null: 16384, or seq_len if that is more
     seq_len: int = 4096  # tokens of prompt and response together, at most
+    shared_prompts: bool = True  # of GRPO: a prompt is computed once for all its responses in a row; false: for each of them
     dtype: Literal["bfloat16", "float32"] = "bfloat16"  # of computation; the master weights are float32 in either case
     activation_checkpointing: Literal["none", "selective", "full"] = "none"  # keep all; matrix products and attention; a block's input only
     compile: bool = False  # true: torch.compile of each block but its attention; needs a C++ compiler
@@ -50,6 +52,7 @@ class TrainingConfig:
     updates_per_rollout: int = 1  # a rollout of this many times the prompts is split into that many optimizer steps
     sync_interval: int = 1  # steps between two transfers of the weights to the generator
     entropy_coef: float = 0.0  # weight of an entropy bonus in the loss
+    skip_zero_advantages: bool = False  # true: answers whose advantages are all 0 are in no training pass, only in the denominators
     ref_update_interval: int = 0  # steps between moves of the reference to the policy, put off to a step that syncs; 0: never
     ref_update_mix: float = 1.0  # how far it moves: reference <- (1 - mix) reference + mix policy
 
@@ -148,6 +151,8 @@ class Trainer:
         self._total = cfg.steps if total is None else total
         cfg.check_schedule(self._total)
         self.objective = Objective(loss, correction=correction, entropy_coef=cfg.entropy_coef, top_entropy=top_entropy)
+        if cfg.skip_zero_advantages:
+            check_skips(loss, entropy_coef=cfg.entropy_coef, top_entropy=top_entropy)
         self.updates = 0  # optimizer steps taken
         if not model.is_local:
             return
@@ -170,7 +175,8 @@ class Trainer:
     def train(self, episodes: list[Episode], step: int) -> dict[str, float]:
         """A rollout's optimizer steps: its groups are split, in order, into `updates_per_rollout` parts. Collective over the mesh.
 
-        Returns the means over the updates of their statistics; maxima are maxima, and the mismatch to the sampler is the first's.
+        Returns the means over the updates of their statistics; maxima are maxima, perf/* are sums, and the mismatch to the sampler is the
+        first's.
         """
         groups = 1 + max(e.group for e in episodes)
         parts: list[list[Episode]] = [[] for _ in range(self.cfg.updates_per_rollout)]
@@ -182,7 +188,7 @@ class Trainer:
         merged = {}
         for name in dict.fromkeys(name for r in results for name in r):
             values = [r[name] for r in results if name in r]  # an update in which no token counts has no means over tokens
-            merge = max if name.endswith("/max") else statistics.fmean
+            merge = max if name.endswith("/max") else sum if name.startswith("perf/") else statistics.fmean
             merged[name] = values[0] if name.startswith("mismatch/") else merge(values)
         return merged
 
@@ -193,12 +199,15 @@ class Trainer:
         """
         if not self.model.is_local:
             return {}
-        rows = self.model.rows(episodes)
         device, grid = self.model.device, self.model.grid
+        trained = with_advantage(episodes) if self.cfg.skip_zero_advantages else episodes
+        rows = self.model.rows(trained) or [[IDLE]] * grid.pp
         loss = self.objective.of_step(episodes, rows, self.model)
         shares = [loss.by_chunks(row) for row in rows]
         stats: TokenStats | None = None
-        total = torch.zeros((), dtype=torch.float64, device=device)
+        shared_prompts = self.model.shared_prompts
+        computed = sum(row_length(row, shared_prompts=shared_prompts) for row in rows if row[0] is not IDLE)
+        sums = torch.tensor([0.0, computed], dtype=torch.float64, device=device)  # the loss, and tokens
 
         def finish(i: int, batch: Batch, outputs: tuple[Tensor, ...]) -> Tensor:
             nonlocal stats
@@ -208,7 +217,7 @@ class Trainer:
                 share, *scores = outputs
                 with torch.no_grad():
                     _, metrics, mask = loss.row(rows[i], *(_grid(values, batch) for values in scores))
-            total.add_(share.detach())
+            sums[0].add_(share.detach())
             stats = stats or TokenStats(means=tuple(dict.fromkeys((*TOKEN_MEANS, *metrics))), device=device)
             for name, values in metrics.items():
                 stats.add(name, values, mask)
@@ -220,11 +229,13 @@ class Trainer:
         result = {}
         if self.model.local.is_last:
             assert stats is not None, "no episodes"
-            dist.all_reduce(total, group=grid.group("dp"))
-            result = {"loss/policy": float(total) if loss.value is None else loss.value}
+            dist.all_reduce(sums, group=grid.group("dp"))
+            total, passed = sums.tolist()
+            result = {"loss/policy": total if loss.value is None else loss.value, "perf/tokens_computed": passed}
             result |= stats.reduce(grid.group("dp")) | loss.sequence_metrics(grid.group("dp"))
-        tokens = sum(int(e.loss_mask.sum()) for e in episodes)
-        return from_last_stage(result, grid) | {"loss/tokens": float(tokens)} | self._step(step)
+        counted, kept = (float(sum(int(e.loss_mask.sum()) for e in some)) for some in (episodes, trained))
+        tokens = {"loss/tokens": counted} | ({"loss/tokens_skipped": counted - kept} if self.cfg.skip_zero_advantages else {})
+        return from_last_stage(result, grid) | tokens | self._step(step)
 
     @torch.no_grad()
     def _step(self, step: int) -> dict[str, float]:

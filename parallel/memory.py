@@ -110,10 +110,12 @@ class TrainingBytes(NamedTuple):
 
 
 def training_bytes(
-    weights: int, *, hidden: int, intermediate: int, heads: int, layers: int, tokens: int, itemsize: int, switches: Switches = ALL_OFF
-) -> TrainingBytes:
+    weights: int, *, hidden: int, intermediate: int, heads: int, layers: int, tokens: int, itemsize: int, again: int = 0,
+    switches: Switches = ALL_OFF,
+) -> TrainingBytes:  # fmt: skip
     """For `weights` bytes of fp32 shards and rows of `tokens`, before anything was trained. heads: width of q, k and v together;
-    itemsize: bytes of a number of the computation's dtype.
+    again: numbers a token of the keys and values that are there another time, for responses with a prompt in common; itemsize: bytes of a
+    number of the computation's dtype.
 
     Two moments and gradients are 3 x `weights`, the weights gathered in the computation's dtype at most itemsize / 4 as much again.
     Activations of one row without checkpointing, in vectors a token and layer of transformers' eager blocks: about 10 of the hidden, 4
@@ -121,7 +123,7 @@ def training_bytes(
     v, attention and three products of each layer, with `full` its input, and all of one layer. What a compiled block saves is not
     counted. The head's chunks, and with offload to the host the moments of a part of the weights: 2 GiB.
     """
-    of_layer = 10 * hidden + 4 * intermediate + 3 * heads
+    of_layer = 10 * hidden + 4 * intermediate + 3 * heads + again
     kept = {"none": of_layer, "selective": 3 * hidden + 2 * intermediate + 2 * heads, "full": hidden}[switches.activations]
     activations = itemsize * tokens * (layers * kept + (of_layer if switches.activations != "none" else 0))
     moments = 2 * weights if switches.offload == "none" else 0

@@ -20,6 +20,7 @@ from transformers import AutoConfig
 
 from batch import Completion, Group, Prompt
 from model import ModelSource, head_width
+from packing import KEYS_PER_TOKEN
 from parallel import memory
 from parallel.memory import Remedy, Residency, agreed, allocated, capacity, empty_cache, explained, residency, training_bytes
 from parallel.placement import Grid, Placement, holds, share, shares_ranks
@@ -299,8 +300,9 @@ def _shape(source: ModelSource) -> Any:
 def _widths(source: ModelSource) -> dict[str, int]:
     """The sizes that decide about activations, as `training_bytes` takes them."""
     shape = _shape(source)
-    heads = (shape.num_attention_heads + 2 * shape.num_key_value_heads) * head_width(shape)
-    return {"hidden": shape.hidden_size, "intermediate": shape.intermediate_size, "layers": shape.num_hidden_layers, "heads": heads}
+    heads, kv = (n * head_width(shape) for n in (shape.num_attention_heads, 2 * shape.num_key_value_heads))
+    widths = {"hidden": shape.hidden_size, "intermediate": shape.intermediate_size, "layers": shape.num_hidden_layers}
+    return widths | {"heads": heads + kv, "again": (KEYS_PER_TOKEN - 1) * kv}
 
 
 # How vLLM says that its memory does not suffice to start, and what to do about it.

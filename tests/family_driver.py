@@ -2,7 +2,8 @@
 
     torchrun --nproc-per-node=2 tests/family_driver.py spec.json report.pt
 
-The spec: {name: {"model": a folder, "lengths": of the episodes, "export": a folder or null, **fields of RolePlan but its ranks}}.
+The spec: {name: {"model": a folder, "lengths": of the episodes, "export": a folder or null, "shared_prompts": are equal prompts computed
+once, "groups": how many prompts the episodes answer (0: each its own), **fields of RolePlan but its ranks}}.
 The report: {name: what `measured` returns}.
 """
 
@@ -29,9 +30,18 @@ PROMPT = 2
 LENGTHS = [23, 3, 40, 7, 40, 12]  # longer than a window, and shorter
 
 
-def episodes(lengths: list[int]) -> list[Episode]:
+def episodes(lengths: list[int], groups: int = 0) -> list[Episode]:
+    """groups: of so many prompts of PROMPT tokens, each is answered in turn; 0: each episode has its own."""
     draw = np.random.default_rng(0)
     zeros = np.zeros
+    if groups:
+        prompts = draw.integers(3, 17, (groups, PROMPT))
+        rest = [draw.integers(3, 17, n - PROMPT) for n in lengths]
+        ones = [np.ones(len(r), np.float32) for r in rest]
+        return [
+            Episode(np.append(prompts[i % groups], r), PROMPT, one, 0 * one, group=i)
+            for i, (r, one) in enumerate(zip(rest, ones, strict=True))
+        ]
     return [
         Episode(draw.integers(3, 17, n), PROMPT, np.ones(n - PROMPT, np.float32), zeros(n - PROMPT, np.float32), group=i)
         for i, n in enumerate(lengths)
@@ -44,13 +54,16 @@ def slopes(lengths: list[int]) -> list[Tensor]:
     return [torch.randn(n - PROMPT, generator=generator) for n in lengths]
 
 
-def measured(model: str, lengths: list[int], export: str | None = None, **role: Any) -> dict[str, Any]:
+def measured(
+    model: str, lengths: list[int], export: str | None = None, shared_prompts: bool = False, groups: int = 0, **role: Any
+) -> dict[str, Any]:
     """Log-probs of the episodes, and whole gradients of their sum weighted by `slopes`. The model is written to `export`."""
     grid = Grid(RolePlan(list(range(dist.get_world_size())), **role), "cpu")
-    policy = Model(ModelSource(model), grid, dtype="float32", temperature=TEMPERATURE, max_tokens=64, trainable=True)
+    options: dict[str, Any] = {"temperature": TEMPERATURE, "max_tokens": 64, "shared_prompts": shared_prompts}
+    policy = Model(ModelSource(model), grid, dtype="float32", trainable=True, **options)
     if export is not None:
         policy.export(Path(export))
-    all_episodes, weights = episodes(lengths), slopes(lengths)
+    all_episodes, weights = episodes(lengths, groups), slopes(lengths)
     own = {i: torch.from_numpy(values) for i, values in policy.logprobs(all_episodes).items()}
     rows = policy.rows(all_episodes)
 

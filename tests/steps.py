@@ -40,10 +40,11 @@ def trainer_of(place, tiny_qwen3):
     """`trainer_of(loss, max_tokens=..., correction=..., <training keys>)` on the tiny Qwen3."""
 
     def make(loss, *, max_tokens: int = 10_000, correction=None, top_entropy: float = 1.0, **training) -> Trainer:
-        keys: dict[str, Any] = {"dtype": "float32", "max_grad_norm": 0.0, "adam_beta1": 0.0} | training
+        keys: dict[str, Any] = {"dtype": "float32", "max_grad_norm": 0.0, "adam_beta1": 0.0, "shared_prompts": False} | training
         cfg = TrainingConfig(**keys)
         source = ModelSource(str(tiny_qwen3))
         options: dict[str, Any] = {"dtype": cfg.dtype, "max_tokens": max_tokens, "switches": cfg.switches}
+        options["shared_prompts"] = cfg.shared_prompts
         model = Model(source, place.trainer, temperature=TEMPERATURE, trainable=True, **options)
         return Trainer(model, cfg, loss, correction=correction, top_entropy=top_entropy)
 

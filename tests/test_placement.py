@@ -38,8 +38,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
 # What is done, whoever does it. Each is run on one rank first.
 RECIPES: dict[str, dict[str, dict[str, Any]]] = {
     "fresh": {},
-    "stale": {  # everything that makes a ratio differ from 1, and clipping of the gradient
-        "training": {"updates_per_rollout": 2, "sync_interval": 2, "max_grad_norm": 0.1, "entropy_coef": 0.01},
+    # Everything that makes a ratio differ from 1, and clipping of the gradient, of which AdamW would make whole steps where it is rounding.
+    "stale": {
+        "training": {"updates_per_rollout": 2, "sync_interval": 2, "max_grad_norm": 0.1, "entropy_coef": 0.01, "adam_eps": 1e-6},
         "grpo": {"max_policy_age": 1},
     },
     "two_updates": {"training": {"updates_per_rollout": 2}},

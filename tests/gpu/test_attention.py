@@ -5,6 +5,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import attention
+from batch import to_batch
+from tests.groups import grouped
 from tests.test_attention import sequences
 from tests.tiny import FAMILIES
 
@@ -64,6 +66,56 @@ def test_windows_and_caps_on_a_gpu_are_those_of_fp32_in_outputs_and_gradients(sc
     for what, want, got in zip(("out", "dq", "dk", "dv"), *results, strict=True):
         figures[what] = error(got, want)
         assert figures[what] <= 1e-2, f"{what}: {figures}"
+
+
+GROUPS = [(300, [1, 1000, 257, 64, 1000]), (1, [64, 3]), (777, [511]), (64, [64] * 8), (2049, [17, 1]), (1, [1])]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("window", [None, 1, 100, 500, 5000])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(8, 8), (8, 2)])
+def test_responses_that_share_a_prompt_are_sdpa_of_each_segment_in_outputs_and_gradients(heads, kv_heads, window, dtype, figures):
+    batch = to_batch(grouped(GROUPS), CUDA, shared_prompts=True)
+    segments = attention.Segments(batch.cu_seqlens, batch.max_seqlen, None, batch.keys)
+    scores = attention.Scores(window=window)
+    draw = torch.Generator(CUDA).manual_seed(0)
+    exact = [torch.randn(len(batch.token_ids), h, 64, device=CUDA, generator=draw).to(dtype) for h in (heads, kv_heads, kv_heads)]
+    upstream = torch.randn(len(batch.token_ids), heads, 64, device=CUDA, generator=draw).to(dtype)
+    results = {}
+    for name, kernel, kind in (("want", attention.per_length, torch.float32), ("flash", attention.flash, dtype),
+                               ("sdpa", attention.per_length, dtype)):  # fmt: skip
+        q, k, v = inputs = [t.to(kind).requires_grad_() for t in exact]
+        out = kernel(q, k, v, segments, scores)
+        results[name] = [out, *torch.autograd.grad(out, inputs, upstream.to(kind))]
+    for what, want, got, plain in zip(("out", "dq", "dk", "dv"), *(results[n] for n in ("want", "flash", "sdpa")), strict=True):
+        assert got.isfinite().all(), what
+        figures[what], figures[f"{what}_sdpa"] = error(got, want), error(plain, want)
+        assert figures[what] <= max(2 * figures[f"{what}_sdpa"], 1e-2), f"{what}: {figures}"
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, "mistral", "gemma2", "gemma3_text"])
+def test_a_row_with_shared_prompts_on_cuda_is_the_row_without(family, checkpoint_of, figures):
+    """In bf16, against fp32, and against bf16 with the prompts computed for each response."""
+    folder, episodes = checkpoint_of(family, kv_heads=2), grouped([(9, [12, 1, 3, 70, 7]), (1, [8, 2]), (40, [6]), (100, [30] * 4)])
+
+    def measured(dtype: torch.dtype, shared: bool) -> list[torch.Tensor]:
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=attention.NAME).to(CUDA)
+        batch = to_batch(episodes, CUDA, shared_prompts=shared)
+        segments = attention.Segments(batch.cu_seqlens, batch.max_seqlen, None, batch.keys)
+        given = {"input_ids": batch.token_ids[None], "position_ids": batch.positions[None], "segments": segments}
+        logits = model(**given, use_cache=False).logits[0, batch.rows]
+        spread = torch.linspace(-1, 1, logits.numel(), device=CUDA).view_as(logits)
+        return [logits, *torch.autograd.grad((logits.float() * spread).sum(), list(model.parameters()))]
+
+    want = measured(torch.float32, False)
+    exact, shared, plain = (
+        [error(g, w) for g, w in zip(measured(*how), want, strict=True)]
+        for how in ((torch.float32, True), (torch.bfloat16, True), (torch.bfloat16, False))
+    )
+    figures |= {"fp32": max(exact), "bf16_shared": max(shared), "bf16_plain": max(plain)}
+    assert max(exact) <= 1e-4
+    for s, p in zip(shared, plain, strict=True):
+        assert s <= 3 * p + 1e-2
 
 
 def test_the_kernel_is_chosen_by_device_and_dtype():
