@@ -153,6 +153,16 @@ def test_a_plan_holds_every_episode_once_within_its_budgets_and_spreads_the_toke
     assert sum(load) <= sum(tokens(episodes, row) for row in rows) <= sum(len(e.token_ids) for e in episodes)
 
 
+def test_on_a_step_of_usual_size_no_replica_has_2_percent_more_than_the_mean_and_hardly_a_prompt_is_computed_twice():
+    draw = np.random.RandomState(0)
+    responses = np.minimum(np.exp(draw.normal(5.5, 0.8, (64, 8))).astype(int) + 1, 1024)
+    episodes = grouped([(int(draw.randint(50, 300)), of_group.tolist()) for of_group in responses])
+    plan = plan_shared_rows(episodes, 8, 16384, shared_prompts=True)
+    load = [sum(tokens(episodes, row) for row in rows if row) for rows in plan]
+    assert max(load) <= 1.02 * sum(load) / 8
+    assert sum(load) <= 1.01 * row_length(episodes, shared_prompts=True) < 0.9 * row_length(episodes)
+
+
 def test_groups_that_fit_are_not_split_and_a_prompt_is_computed_as_often_as_its_group_is():
     whole = grouped([(100, [20] * 8)] * 6)
     (rows,) = plan_shared_rows(whole, 1, 600, shared_prompts=True)
