@@ -37,6 +37,7 @@ class TrainingConfig:
     activation_checkpointing: Literal["none", "selective", "full"] = "none"  # keep all; matrix products and attention; a block's input only
     compile: bool = False  # true: torch.compile of each block but its attention; needs a C++ compiler
     cpu_offload: Literal["none", "optimizer", "parameters"] = "none"  # in host memory: AdamW's moments; weights and gradients as well
+    match_sampler: bool = False  # true: bfloat16 is rounded where vLLM rounds it, in dense Llama, Mistral and Qwen (docs/mismatch.md)
     deterministic: bool = False  # true: torch's deterministic mode; two runs are equal bit for bit on a GPU too
     learning_rate: float = 1e-6  # peak of the schedule
     # after the warm-up; linear and cosine fall from there to the run's end, wsd (warm-up, stable, decay) in its last decay_steps
@@ -124,7 +125,7 @@ class TrainingConfig:
 
     @property
     def switches(self) -> Switches:
-        return Switches(self.activation_checkpointing, self.compile, self.cpu_offload)
+        return Switches(self.activation_checkpointing, self.compile, self.cpu_offload, self.match_sampler)
 
     @property
     def row_tokens(self) -> int:

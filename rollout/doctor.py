@@ -1,6 +1,6 @@
 """Where the sampler and the trainer part: one batch through both, layer by layer, against the same weights in more bits.
 
-    python -m rollout.doctor MODEL [--dtype bfloat16] [--temperature 1.0] [--tokens 64] [--prompts FILE] [--device auto] [--json]
+    python -m rollout.doctor MODEL [--dtype bfloat16] [--temperature 1.0] [--tokens 64] [--prompts FILE] [--match] [--device auto] [--json]
 
 MODEL is a folder or a hub id. The engine samples, then both sides compute the very same token ids: the engine as it sampled them
 (token by token) and as a prompt, the trainer in one packed row as in a run, and a sequence at a time. docs/mismatch.md says how to
@@ -31,6 +31,7 @@ from model import Model, ModelSource
 from parallel.launch import launch
 from parallel.placement import Placement
 from parallel.roles import ParallelismConfig, Plan
+from parallel.switches import Switches
 from parallel.weights import stream_weights
 from rollout.generator import Generator, GeneratorConfig
 from rollout.sampling import Sampling
@@ -93,14 +94,17 @@ def compare(value: np.ndarray, base: np.ndarray) -> dict[str, float]:
 class Doctor:
     """Both sides of one model in this process, a world of one rank, with the same weights."""
 
-    def __init__(self, source: ModelSource, *, dtype: str, temperature: float, seq_len: int, device: str, engine: dict, seed: int):
-        """Load trainer and truth, start the engine and give it the trainer's weights."""
+    def __init__(
+        self, source: ModelSource, *, dtype: str, temperature: float, seq_len: int, device: str, engine: dict, seed: int, matched: bool
+    ):
+        """Load trainer and truth, start the engine and give it the trainer's weights. matched: the trainer has training.match_sampler."""
         plan = Plan.make(None, ParallelismConfig(), colocate=True, wants_reference=False, world_size=1)
         self.place = Placement.build(plan, device)
         self.temperature, self.seq_len, self.seed = temperature, seq_len, seed
         self.dtype: torch.dtype = getattr(torch, dtype)
         alike: dict[str, Any] = {"temperature": temperature, "max_tokens": 1 << 20}
-        self.trainer = Model(source, self.place.trainer, dtype=dtype, trainable=True, **alike)
+        switches = Switches(matched=matched)
+        self.trainer = Model(source, self.place.trainer, dtype=dtype, trainable=True, switches=switches, **alike)
         self.truth = Model(source, self.place.trainer, dtype=WIDER[dtype], trainable=False, **alike)
         with torch.no_grad():
             for shard in self.truth.shards().values():
@@ -249,6 +253,7 @@ def main() -> None:
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--engine", type=json.loads, default={}, help="further vLLM engine arguments, a JSON object")
+    parser.add_argument("--match", action="store_true", help="the trainer with training.match_sampler")
     parser.add_argument("--json", action="store_true", help="the whole report as one JSON object")
     options = parser.parse_args()
     if not options.temperature > 0:
@@ -258,9 +263,9 @@ def main() -> None:
     longest = max(
         [len(p.token_ids) + options.tokens for p in prompts] + [len(g.prompt.token_ids) + len(g.completions[0].token_ids) for g in given]
     )
-    chosen = {"dtype": options.dtype, "temperature": options.temperature, "device": options.device, "engine": options.engine}
+    chosen = {key: vars(options)[key] for key in ("dtype", "temperature", "device", "engine", "seed")}
     with _quiet():
-        doctor = Doctor(source, seq_len=longest + 1, seed=options.seed, **chosen)
+        doctor = Doctor(source, seq_len=longest + 1, matched=options.match, **chosen)
         episodes = doctor.sample(prompts, options.tokens) if prompts else []
         for episode in to_episodes(given, mask_truncated=False, old_from_sampler=False):
             episode.gen_logprobs = None  # nobody sampled it here

@@ -32,7 +32,7 @@ def main() -> None:
     model, report = sys.argv[1:]
     source = ModelSource(model)
     prompts, _ = read_prompts(None, source.tokenizer())
-    doctor = Doctor(source, dtype="float32", temperature=0.7, seq_len=128, device="cpu", engine={}, seed=0)
+    doctor = Doctor(source, dtype="float32", temperature=0.7, seq_len=128, device="cpu", engine={}, seed=0, matched=False)
     episodes = doctor.sample(prompts, 12)
     found = {"healthy": doctor.examine(episodes)}
     engine = doctor.generator._model()

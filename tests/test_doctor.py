@@ -123,3 +123,14 @@ def test_the_command_prints_one_json_object_for_each_family(checkpoint_of, tmp_p
     assert report["dtype"] == "bfloat16" and report["places"]["embedding"]["gap"]["max"] == 0 and report["suspect"] is None
     assert 0 < report["logprobs"]["trainer - sampled"]["mismatch/abs_mean"] < 0.1
     assert all(math.isfinite(number) for numbers in report["logprobs"].values() for number in numbers.values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_rounding_as_the_sampler_does_closes_most_of_the_gap(checkpoint_of, family):
+    gaps = []
+    for more in ([], ["--match"]):
+        command = [sys.executable, "-m", "rollout.doctor", checkpoint_of(family), "--device", "cpu", "--json", *more]
+        done = subprocess.run(list(map(str, command)), cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
+        gaps.append(json.loads(done.stdout)["logprobs"]["trainer - sampled"]["mismatch/abs_mean"])
+    assert gaps[1] < 0.25 * gaps[0]
