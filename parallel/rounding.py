@@ -24,13 +24,23 @@ def check_family(config: Any) -> None:
 
 
 def match_sampler(model: nn.Module, compute: torch.dtype) -> None:
-    """Change the forward of a causal LM's blocks, norms and rotary embedding, in place. Between blocks the stream is then in fp32."""
+    """Change the forward of a causal LM's blocks, norms and rotary embedding, in place."""
     check_family(model.config)
+    norm_sums_unrounded(model)
+    rotate_in_fp32(model, compute)
+
+
+def norm_sums_unrounded(model: nn.Module) -> None:
+    """Between blocks the residual stream is then in fp32, not rounded yet."""
     for block in model.model.layers:
         block.forward = MethodType(_block, block)
         for norm in (block.input_layernorm, block.post_attention_layernorm):
             norm.forward = MethodType(_norm, norm)
     model.model.norm.forward = MethodType(_norm, model.model.norm)
+
+
+def rotate_in_fp32(model: nn.Module, compute: torch.dtype) -> None:
+    """compute: the dtype that cosines, sines and what was rotated are rounded to. Queries and keys come to packed attention in fp32."""
     model.model.rotary_emb.register_forward_hook(partial(_widened, compute))
 
 

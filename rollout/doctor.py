@@ -1,6 +1,7 @@
 """Where the sampler and the trainer part: one batch through both, layer by layer, against the same weights in more bits.
 
-    python -m rollout.doctor MODEL [--dtype bfloat16] [--temperature 1.0] [--tokens 64] [--prompts FILE] [--match] [--device auto] [--json]
+    python -m rollout.doctor MODEL [--dtype bfloat16] [--temperature 1.0] [--tokens 64] [--prompts FILE] [--match] [--compiled]
+        [--device auto] [--json]
 
 MODEL is a folder or a hub id. The engine samples, then both sides compute the very same token ids: the engine as it sampled them
 (token by token) and as a prompt, the trainer in one packed row as in a run, and a sequence at a time. docs/mismatch.md says how to
@@ -45,6 +46,11 @@ PROMPTS = (  # whose answers any language model has something to choose in
 )
 # The wider type in which the same weights are computed, to say which side is off.
 WIDER = {"bfloat16": "float32", "float32": "float64"}
+# Log-probs that are compared: as sampled and as a prompt by the engine, in packed rows and alone by the trainer, in more bits.
+PAIRS = (
+    ("trainer", "sampled"), ("prefill", "sampled"), ("trainer_alone", "prefill"), ("trainer", "trainer_alone"), ("sampled", "truth"),
+    ("prefill", "truth"), ("trainer", "truth"),
+)  # fmt: skip
 CHUNK = 256  # tokens whose logits are in memory at once
 
 
@@ -95,12 +101,16 @@ class Doctor:
     """Both sides of one model in this process, a world of one rank, with the same weights."""
 
     def __init__(
-        self, source: ModelSource, *, dtype: str, temperature: float, seq_len: int, device: str, engine: dict, seed: int, matched: bool
-    ):
-        """Load trainer and truth, start the engine and give it the trainer's weights. matched: the trainer has training.match_sampler."""
+        self, source: ModelSource, *, dtype: str, temperature: float, seq_len: int, device: str, engine: dict, seed: int,
+        matched: bool = False, compiled: bool = False,
+    ):  # fmt: skip
+        """Load trainer and truth, start the engine and give it the trainer's weights.
+
+        matched: the trainer has training.match_sampler. compiled: the engine is as in a run, and cannot be looked into.
+        """
         plan = Plan.make(None, ParallelismConfig(), colocate=True, wants_reference=False, world_size=1)
         self.place = Placement.build(plan, device)
-        self.temperature, self.seq_len, self.seed = temperature, seq_len, seed
+        self.temperature, self.seed, self.compiled = temperature, seed, compiled
         self.dtype: torch.dtype = getattr(torch, dtype)
         alike: dict[str, Any] = {"temperature": temperature, "max_tokens": 1 << 20}
         switches = Switches(matched=matched)
@@ -109,7 +119,7 @@ class Doctor:
         with torch.no_grad():
             for shard in self.truth.shards().values():
                 shard.copy_(shard.to(self.dtype))  # the weights that both sides compute with
-        settings = GeneratorConfig(dtype=dtype, enforce_eager=True, engine=engine)
+        settings = GeneratorConfig(dtype=dtype, enforce_eager=not compiled, engine=engine)
         self.generator = Generator(source, settings, self.place, dtype, seq_len, seed=seed, policy_bytes=0)
         self.sync()
 
@@ -125,24 +135,23 @@ class Doctor:
         places: dict[str, dict[str, Far]] = {}
         logprobs: dict[str, list[np.ndarray]] = {name: [] for name in ("prefill", "trainer_alone", "truth")}
         for episode in episodes:
-            engine = self.generator.trace([int(token) for token in episode.token_ids])
-            trainer, logprobs_of_trainer = self._run(self.trainer, [episode])
-            truth, logprobs_of_truth = self._run(self.truth, [episode])
+            engine = {} if self.compiled else self.generator.trace([int(token) for token in episode.token_ids])
+            trainer, logprobs_of_trainer = scored(self.trainer, [episode])
+            truth, logprobs_of_truth = scored(self.truth, [episode])
             for place in [place for place in trainer if place in engine]:
                 sides = places.setdefault(place, {"gap": Far(), "engine": Far(), "trainer": Far()})
                 sides["gap"].add(engine[place], trainer[place])
                 sides["engine"].add(engine[place], truth[place])
                 sides["trainer"].add(trainer[place], truth[place])
-            finals = [side["final_norm"] for side in (engine, trainer, truth)]
-            logprobs["prefill"].append(self._logits(episode, finals, places))
+            if engine:
+                finals = [side["final_norm"] for side in (engine, trainer, truth)]
+                logprobs["prefill"].append(self._logits(episode, finals, places))
             logprobs["trainer_alone"].append(logprobs_of_trainer)
             logprobs["truth"].append(logprobs_of_truth)
-        found = {name: np.concatenate(parts) for name, parts in logprobs.items()}
-        found["trainer"] = self._run(self.trainer, episodes)[1]
-        pairs = [("trainer_alone", "prefill"), ("trainer", "trainer_alone"), ("prefill", "truth"), ("trainer", "truth")]
+        found = {name: np.concatenate(parts) for name, parts in logprobs.items() if parts}
+        found["trainer"] = scored(self.trainer, episodes)[1]
         if all(episode.gen_logprobs is not None for episode in episodes):
             found["sampled"] = np.concatenate([episode.gen_logprobs for episode in episodes if episode.gen_logprobs is not None])
-            pairs = [("trainer", "sampled"), ("prefill", "sampled"), *pairs, ("sampled", "truth")]
         table = {place: {name: vars(far) | {"relative": far.relative} for name, far in sides.items()} for place, sides in places.items()}
         return {
             "dtype": str(self.dtype).removeprefix("torch."),
@@ -152,15 +161,8 @@ class Doctor:
             "places": {place: {name: _shown(far) for name, far in sides.items()} for place, sides in table.items()},
             "first_difference": next((place for place, sides in places.items() if sides["gap"].largest > 0), None),
             "suspect": self._suspect(places),
-            "logprobs": {f"{value} - {base}": compare(found[value], found[base]) for value, base in pairs},
+            "logprobs": {f"{value} - {base}": compare(found[value], found[base]) for value, base in PAIRS if {value, base} <= set(found)},
         }
-
-    @torch.no_grad()
-    def _run(self, model: Model, row: list[Episode]) -> tuple[dict[str, Tensor], np.ndarray]:
-        """What the modules compute, and the log-probs of the response tokens."""
-        with traced(model.local.lm) as found:
-            logprobs, _ = model.local(to_batch(row, model.device))
-        return found, logprobs.cpu().numpy()
 
     @torch.no_grad()
     def _logits(self, episode: Episode, finals: list[Tensor], places: dict[str, dict[str, Far]]) -> np.ndarray:
@@ -188,14 +190,25 @@ class Doctor:
         return None
 
 
+@torch.no_grad()
+def scored(model: Model, row: list[Episode]) -> tuple[dict[str, Tensor], np.ndarray]:
+    """What the modules of a model compute of a packed row, and the log-probs of its response tokens."""
+    with traced(model.local.lm) as found:
+        logprobs, _ = model.local(to_batch(row, model.device))
+    return found, logprobs.cpu().numpy()
+
+
 def _logits(model: Model, hidden: Tensor) -> Tensor:
     """[n, V], before the temperature, as head.py makes them."""
     head = model.local.lm.get_output_embeddings()
-    weight = head.weight.full_tensor() if isinstance(head.weight, DTensor) else head.weight
-    logits = F.linear(hidden.to(model.device, model.dtype), weight.to(model.dtype))
+    logits = F.linear(hidden.to(model.device, model.dtype), whole(head.weight).to(model.dtype))
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     softcap = model.local.lm.config.get_text_config().to_dict().get("final_logit_softcapping")
     return logits if softcap is None else (logits / softcap).tanh() * softcap
+
+
+def whole(weight: Tensor) -> Tensor:
+    return weight.full_tensor() if isinstance(weight, DTensor) else weight
 
 
 def _shown(far: dict[str, Any]) -> dict[str, float]:
@@ -253,6 +266,7 @@ def main() -> None:
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--engine", type=json.loads, default={}, help="further vLLM engine arguments, a JSON object")
+    parser.add_argument("--compiled", action="store_true", help="the engine with graphs, as a run has it on CUDA: log-probs only")
     parser.add_argument("--match", action="store_true", help="the trainer with training.match_sampler")
     parser.add_argument("--json", action="store_true", help="the whole report as one JSON object")
     options = parser.parse_args()
@@ -265,7 +279,7 @@ def main() -> None:
     )
     chosen = {key: vars(options)[key] for key in ("dtype", "temperature", "device", "engine", "seed")}
     with _quiet():
-        doctor = Doctor(source, seq_len=longest + 1, matched=options.match, **chosen)
+        doctor = Doctor(source, seq_len=longest + 1, matched=options.match, compiled=options.compiled, **chosen)
         episodes = doctor.sample(prompts, options.tokens) if prompts else []
         for episode in to_episodes(given, mask_truncated=False, old_from_sampler=False):
             episode.gen_logprobs = None  # nobody sampled it here

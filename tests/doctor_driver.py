@@ -32,7 +32,7 @@ def main() -> None:
     model, report = sys.argv[1:]
     source = ModelSource(model)
     prompts, _ = read_prompts(None, source.tokenizer())
-    doctor = Doctor(source, dtype="float32", temperature=0.7, seq_len=128, device="cpu", engine={}, seed=0, matched=False)
+    doctor = Doctor(source, dtype="float32", temperature=0.7, seq_len=128, device="cpu", engine={}, seed=0)
     episodes = doctor.sample(prompts, 12)
     found = {"healthy": doctor.examine(episodes)}
     engine = doctor.generator._model()
@@ -41,6 +41,9 @@ def main() -> None:
     with fault(doctor.trainer.local.lm.get_submodule("model.layers.0.self_attn.v_proj").weight.to_local()):
         found["trainer"] = doctor.examine(episodes)
     found["healed"] = doctor.examine(episodes)
+    doctor.compiled = True  # what cannot be looked into is not asked for
+    found["compiled"] = doctor.examine(episodes)
+    doctor.compiled = False
     for episode in episodes:
         episode.gen_logprobs = None
     found["given"] = doctor.examine(episodes[:1])

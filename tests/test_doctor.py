@@ -52,6 +52,9 @@ def test_log_probs_are_compared_as_sampled_as_a_prompt_packed_alone_and_in_more_
     wider = {"prefill - truth", "trainer - truth"}
     assert set(found["healthy"]["logprobs"]) == pairs | wider | {"sampled - truth"}
     assert set(found["given"]["logprobs"]) == {pair for pair in pairs | wider if "sampled" not in pair}  # nobody sampled given tokens
+    blind, alone = found["compiled"], {"trainer - sampled", "trainer - trainer_alone", "trainer - truth", "sampled - truth"}
+    assert blind["logprobs"] == {pair: numbers for pair, numbers in found["healthy"]["logprobs"].items() if pair in alone}
+    assert blind["places"] == {} and blind["first_difference"] is blind["suspect"] is None
     assert found["given"]["sequences"] == 1 and 0 < found["given"]["response_tokens"] <= 12
 
 
