@@ -34,6 +34,7 @@ class Switches:
     compiled: bool = False
     offload: Literal["none", "optimizer", "parameters"] = "none"
     matched: bool = False  # blocks round where vLLM's do (parallel/rounding.py)
+    fp32_logits: bool = False  # the head's product is not rounded, here and in the engine
 
     @property
     def without_training(self) -> "Switches":

@@ -1,7 +1,7 @@
 """Where the sampler and the trainer part: one batch through both, layer by layer, against the same weights in more bits.
 
-    python -m rollout.doctor MODEL [--dtype bfloat16] [--temperature 1.0] [--tokens 64] [--prompts FILE] [--match] [--compiled]
-        [--device auto] [--json]
+    python -m rollout.doctor MODEL [--dtype bfloat16] [--temperature 1.0] [--tokens 64] [--prompts FILE] [--match]
+        [--fp32-logits] [--compiled] [--device auto] [--json]
 
 MODEL is a folder or a hub id. The engine samples, then both sides compute the very same token ids: the engine as it sampled them
 (token by token) and as a prompt, the trainer in one packed row as in a run, and a sequence at a time. docs/mismatch.md says how to
@@ -32,7 +32,7 @@ from model import Model, ModelSource
 from parallel.launch import launch
 from parallel.placement import Placement
 from parallel.roles import ParallelismConfig, Plan
-from parallel.switches import Switches
+from parallel.switches import ALL_OFF, Switches
 from parallel.weights import stream_weights
 from rollout.generator import Generator, GeneratorConfig
 from rollout.sampling import Sampling
@@ -102,25 +102,24 @@ class Doctor:
 
     def __init__(
         self, source: ModelSource, *, dtype: str, temperature: float, seq_len: int, device: str, engine: dict, seed: int,
-        matched: bool = False, compiled: bool = False,
+        switches: Switches = ALL_OFF, compiled: bool = False,
     ):  # fmt: skip
         """Load trainer and truth, start the engine and give it the trainer's weights.
 
-        matched: the trainer has training.match_sampler. compiled: the engine is as in a run, and cannot be looked into.
+        switches: of the trainer, as training.* makes them. compiled: the engine is as in a run, and cannot be looked into.
         """
         plan = Plan.make(None, ParallelismConfig(), colocate=True, wants_reference=False, world_size=1)
         self.place = Placement.build(plan, device)
         self.temperature, self.seed, self.compiled = temperature, seed, compiled
         self.dtype: torch.dtype = getattr(torch, dtype)
         alike: dict[str, Any] = {"temperature": temperature, "max_tokens": 1 << 20}
-        switches = Switches(matched=matched)
         self.trainer = Model(source, self.place.trainer, dtype=dtype, trainable=True, switches=switches, **alike)
         self.truth = Model(source, self.place.trainer, dtype=WIDER[dtype], trainable=False, **alike)
         with torch.no_grad():
             for shard in self.truth.shards().values():
                 shard.copy_(shard.to(self.dtype))  # the weights that both sides compute with
         settings = GeneratorConfig(dtype=dtype, enforce_eager=not compiled, engine=engine)
-        self.generator = Generator(source, settings, self.place, dtype, seq_len, seed=seed, policy_bytes=0)
+        self.generator = Generator(source, settings, self.place, dtype, seq_len, switches=switches, seed=seed, policy_bytes=0)
         self.sync()
 
     def sync(self) -> None:
@@ -201,8 +200,9 @@ def scored(model: Model, row: list[Episode]) -> tuple[dict[str, Tensor], np.ndar
 def _logits(model: Model, hidden: Tensor) -> Tensor:
     """[n, V], before the temperature, as head.py makes them."""
     head = model.local.lm.get_output_embeddings()
-    logits = F.linear(hidden.to(model.device, model.dtype), whole(head.weight).to(model.dtype))
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    hidden, weight = hidden.to(model.device, model.dtype), whole(head.weight).to(model.dtype)
+    wide = torch.promote_types(model.dtype, torch.float32)
+    logits = F.linear(hidden.to(wide), weight.to(wide)) if model.local.fp32_logits else F.linear(hidden, weight).to(wide)
     softcap = model.local.lm.config.get_text_config().to_dict().get("final_logit_softcapping")
     return logits if softcap is None else (logits / softcap).tanh() * softcap
 
@@ -268,6 +268,7 @@ def main() -> None:
     parser.add_argument("--engine", type=json.loads, default={}, help="further vLLM engine arguments, a JSON object")
     parser.add_argument("--compiled", action="store_true", help="the engine with graphs, as a run has it on CUDA: log-probs only")
     parser.add_argument("--match", action="store_true", help="the trainer with training.match_sampler")
+    parser.add_argument("--fp32-logits", action="store_true", help="both sides with training.fp32_logits")
     parser.add_argument("--json", action="store_true", help="the whole report as one JSON object")
     options = parser.parse_args()
     if not options.temperature > 0:
@@ -278,8 +279,9 @@ def main() -> None:
         [len(p.token_ids) + options.tokens for p in prompts] + [len(g.prompt.token_ids) + len(g.completions[0].token_ids) for g in given]
     )
     chosen = {key: vars(options)[key] for key in ("dtype", "temperature", "device", "engine", "seed")}
+    switches = Switches(matched=options.match, fp32_logits=options.fp32_logits)
     with _quiet():
-        doctor = Doctor(source, seq_len=longest + 1, matched=options.match, compiled=options.compiled, **chosen)
+        doctor = Doctor(source, seq_len=longest + 1, switches=switches, compiled=options.compiled, **chosen)
         episodes = doctor.sample(prompts, options.tokens) if prompts else []
         for episode in to_episodes(given, mask_truncated=False, old_from_sampler=False):
             episode.gen_logprobs = None  # nobody sampled it here

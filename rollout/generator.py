@@ -28,7 +28,7 @@ from parallel.sub_world import OwnRandomState, sub_world
 from parallel.switches import ALL_OFF, Switches
 from parallel.weights import Bucket
 from rollout.experts import check_engine, check_tile, keep_experts
-from rollout.loading import Loader
+from rollout.loading import Loader, widen_head
 from rollout.sampled import keep_numbers, numbers
 from rollout.sampling import Sampling, sample_seed
 from rollout.trace import traced
@@ -113,6 +113,8 @@ class Generator:
         torch.set_num_threads = set_threads  # vLLM replaces it by a function that only warns
         set_threads(threads)
         torch.set_float32_matmul_precision(precision)
+        if switches.fp32_logits:
+            widen_head(self._model())
         self.live_bytes = allocated(place.device) - before
         if self._sleeps:
             weights = before if policy_bytes is None else policy_bytes

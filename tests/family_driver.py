@@ -3,7 +3,8 @@
     torchrun --nproc-per-node=2 tests/family_driver.py spec.json report.pt
 
 The spec: {name: {"model": a folder, "lengths": of the episodes, "export": a folder or null, "shared_prompts": are equal prompts computed
-once, "groups": how many prompts the episodes answer (0: each its own), "matched": with training.match_sampler or not, **fields of RolePlan but its ranks}}.
+once, "groups": how many prompts the episodes answer (0: each its own), "matched": with training.match_sampler or not,
+**fields of RolePlan but its ranks}}.
 The report: {name: what `measured` returns}.
 """
 
