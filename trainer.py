@@ -116,8 +116,7 @@ class TrainingConfig:
 
     def moves_reference(self, step: int, published: int) -> bool:
         """After `step` steps, the last weights having been published after `published`."""
-        every = self.ref_update_interval
-        return every > 0 and step // every > published // every
+        return (every := self.ref_update_interval) > 0 and step // every > published // every
 
     @property
     def passes(self) -> int | None:

@@ -215,13 +215,12 @@ class Generator:
 
     @torch.no_grad()
     def trace(self, token_ids: list[int]) -> dict[str, Tensor]:
-        """What the engine's modules compute of one sequence, as `traced` names it, in a pass over all of it; {} if it is compiled."""
+        """What the engine's modules compute of one sequence, as `traced` names it, in a pass over all of it. Not of a compiled one."""
         from vllm import SamplingParams
 
         with self._inside(), traced(self._model()) as found:
             self._llm.reset_prefix_cache()
-            one = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)
-            self._llm.generate([{"prompt_token_ids": list(token_ids)}], [one], use_tqdm=False)
+            self._llm.generate([{"prompt_token_ids": token_ids}], SamplingParams(max_tokens=1, detokenize=False), use_tqdm=False)
         return {place: value[: len(token_ids)] for place, value in found.items()}
 
     @torch.no_grad()
