@@ -115,6 +115,10 @@ def per_length(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scores: Scor
     return torch.empty_like(q).index_copy(0, order, torch.cat(parts))
 
 
+def in_fp32(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scores: Scores) -> Tensor:
+    return per_length(q.float(), k.float(), v.float(), segments, scores).to(v.dtype)
+
+
 class _WrittenOut(torch.autograd.Function):
     """Causal attention with its scores in memory, for a chunk of queries at a time and again in the backward pass.
 
@@ -203,6 +207,8 @@ def _per_key_head(left: Tensor, right: Tensor, kv_heads: int) -> Tensor:
 
 # By device and dtype: torch's flash kernel exists for these. Everything else, fp32 on CUDA too, goes by length.
 KERNELS = {("cuda", torch.bfloat16): flash, ("cuda", torch.float16): flash}
+# Those that compute as the sampler does there: vLLM's CPU kernel is in fp32 inside.
+SAMPLERS = KERNELS | {("cpu", torch.bfloat16): in_fp32}
 
 
 @torch.compiler.disable  # kernels take lengths from the host; the rest of a block is compiled around it
@@ -231,8 +237,9 @@ def packed_attention(
         raise ValueError(f"{type(module).__name__} lets tokens see later ones, which packed attention does not: take a causal model")
     window = None if sliding_window is None or sliding_window >= segments.max_seqlen else sliding_window
     scores = Scores(scaling, window, softcap)
-    q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))  # [N, H, D]
-    kernel = KERNELS.get((q.device.type, q.dtype), per_length)
+    kernels = KERNELS if query.dtype == value.dtype else SAMPLERS  # rotated in fp32: parallel/rounding.py
+    q, k, v = (t[0].transpose(0, 1).to(value.dtype) for t in (query, key, value))  # [N, H, D]
+    kernel = kernels.get((q.device.type, q.dtype), per_length)
     if softcap is not None or (window is not None and "window_size" not in CAUSAL_GQA):
         kernel = per_length  # flash cannot
     if segments.row is None:

@@ -52,12 +52,14 @@ def logprobs_from_hidden(
     entropy: bool = False,
     chunk_tokens: int | None = None,
     shard: VocabShard | None = None,
+    fp32_logits: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probs of `targets` [M] and, when asked, the exact entropy [M] of softmax(logits / temperature), both in fp32.
 
     hidden [M, H], weight [V, H], targets [M] int64, bias [V]; M may be 0. With a softcap (Gemma, 2408.00118) the logits
     are softcap * tanh(logits / softcap). Matrix products run in the dtype of `hidden`, everything after in fp32; fp64
-    stays fp64. Gradients reach hidden, weight and bias, from log-probs and entropy alike.
+    stays fp64. Gradients reach hidden, weight and bias, from log-probs and entropy alike. fp32_logits: the product is not rounded to
+    the dtype of `hidden` either; a block of logits is then in fp32, and its gradient a second one in that dtype.
 
     Peak memory beside inputs and gradients: a block of logits [chunk_tokens, V] in the dtype of `hidden`, strips of a few
     of its rows in fp32, and, if M > chunk_tokens, the gradient of a narrow weight in fp32 and one chunk's part of it.
@@ -69,7 +71,7 @@ def logprobs_from_hidden(
     >>> logprobs_from_hidden(torch.tensor([[2.0, 0.0]]), torch.eye(2), torch.tensor([0]), temperature=0.5)[0]
     tensor([-0.0181])
     """
-    how = _How.checked(hidden, weight, temperature, softcap, chunk_tokens, shard)
+    how = _How.checked(hidden, weight, temperature, softcap, chunk_tokens, shard, fp32_logits)
     return _Logprobs.apply(hidden, weight, bias, targets, how, entropy)
 
 
@@ -85,6 +87,7 @@ def loss_from_hidden(
     entropy: bool = False,
     chunk_tokens: int | None = None,
     shard: VocabShard | None = None,
+    fp32_logits: bool = False,
 ) -> HeadLoss:
     """The sum of what `share` returns for each chunk of tokens, and the log-probs (and entropy) it was given.
 
@@ -101,7 +104,7 @@ def loss_from_hidden(
     tensor([[-0.1192,  0.1192],
             [-0.7311,  0.7311]])
     """
-    how = _How.checked(hidden, weight, temperature, softcap, chunk_tokens, shard)
+    how = _How.checked(hidden, weight, temperature, softcap, chunk_tokens, shard, fp32_logits)
     return HeadLoss(*_Loss.apply(hidden, weight, bias, targets, how, entropy, share, torch.is_grad_enabled()))
 
 
@@ -126,11 +129,13 @@ class _How:
     chunk_tokens: int
     strip_tokens: int  # rows of a chunk that are in fp32 at once
     shard: VocabShard | None
+    fp32_logits: bool
 
     @classmethod
     def checked(
-        cls, hidden: Tensor, weight: Tensor, temperature: float, softcap: float | None, chunk_tokens: int | None, shard: VocabShard | None
-    ) -> "_How":
+        cls, hidden: Tensor, weight: Tensor, temperature: float, softcap: float | None, chunk_tokens: int | None,
+        shard: VocabShard | None, fp32_logits: bool,
+    ) -> "_How":  # fmt: skip
         if not temperature > 0:
             raise ValueError(f"temperature={temperature} must be above 0: log-probs are those of logits / temperature")
         if softcap is not None and not softcap > 0:
@@ -140,7 +145,7 @@ class _How:
             chunk_tokens = default_chunk_tokens(words, hidden.device)
         # On a CPU a strip stays in the cache from the first operation to the last; on a GPU it is long enough to fill it.
         strip = (2**18 if hidden.device.type == "cpu" else 2**25) // max(len(weight), 1)
-        return cls(temperature, softcap, chunk_tokens, max(min(strip, chunk_tokens // 8), 1), shard)
+        return cls(temperature, softcap, chunk_tokens, max(min(strip, chunk_tokens // 8), 1), shard, fp32_logits)
 
     def scores(self, logits: Tensor, bias: Tensor | None) -> Tensor:
         """[rows, V] in fp32: a fresh tensor, which the caller may overwrite."""
@@ -177,12 +182,22 @@ def _wide(tensor: Tensor) -> torch.dtype:
     return torch.float64 if tensor.dtype == torch.float64 else torch.float32
 
 
-def _chunks(hidden: Tensor, weight: Tensor, chunk_tokens: int) -> Iterator[tuple[slice, Tensor]]:
-    """Every chunk's rows and raw logits, in the same block of memory, which the caller may overwrite."""
-    memory = hidden.new_empty(min(chunk_tokens, len(hidden)), len(weight))
-    for start in range(0, len(hidden), chunk_tokens):
-        rows = slice(start, min(start + chunk_tokens, len(hidden)))
-        yield rows, torch.mm(hidden[rows], weight.T, out=memory[: rows.stop - start])
+def product_in_fp32(hidden: Tensor, weight: Tensor) -> Tensor:
+    """[m, V] in fp32 from hidden [m, H] and weight [V, H], which may be narrower and stay so where the device can."""
+    if hidden.is_cuda and hidden.dtype != torch.float32:
+        return torch.mm(hidden, weight.T, out_dtype=torch.float32)
+    return hidden.float() @ weight.float().T
+
+
+def _chunks(hidden: Tensor, weight: Tensor, how: _How) -> Iterator[tuple[slice, Tensor]]:
+    """Every chunk's rows and raw logits, which the caller may overwrite: one block of memory, unless they are wider than `hidden`."""
+    chunks = [slice(start, min(start + how.chunk_tokens, len(hidden))) for start in range(0, len(hidden), how.chunk_tokens)]
+    if how.fp32_logits and hidden.dtype != _wide(hidden):
+        yield from ((rows, product_in_fp32(hidden[rows], weight)) for rows in chunks)
+        return
+    memory = hidden.new_empty(min(how.chunk_tokens, len(hidden)), len(weight))
+    for rows in chunks:
+        yield rows, torch.mm(hidden[rows], weight.T, out=memory[: rows.stop - rows.start])
 
 
 def _sums(logits: Tensor, bias: Tensor | None, places: Tensor, held: Tensor, how: _How, entropy: bool) -> Tensor:
@@ -245,6 +260,7 @@ class _Gradients:
                 self.bias += gradient.sum(0)
             logits[strip] = gradient
             del scores, gradient  # before the next are made
+        logits = logits.to(self._weight.dtype)  # with fp32_logits only the forward product is in fp32
         if self.hidden is not None:
             torch.mm(logits, self._weight, out=self.hidden[rows])
         if self.weight is not None and self.weight.dtype == logits.dtype:
@@ -292,7 +308,7 @@ class _Logprobs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor | None]:
         places, held = how.own(targets, weight)
         sums = torch.empty(4 if want_entropy else 3, len(hidden), dtype=_wide(hidden), device=hidden.device)
-        for rows, logits in _chunks(hidden, weight, how.chunk_tokens):
+        for rows, logits in _chunks(hidden, weight, how):
             sums[:, rows] = _sums(logits, bias, places[rows], held[rows], how, want_entropy)
         softmax = _softmax(sums, how.shard)
         ctx.save_for_backward(hidden, weight, bias, targets, *softmax)
@@ -309,7 +325,7 @@ class _Logprobs(torch.autograd.Function):
         if slopes is None:
             slopes = torch.zeros_like(softmax.total)
         gradients = _Gradients(ctx.needs_input_grad, hidden, weight, bias, how)
-        for rows, logits in _chunks(hidden, weight, how.chunk_tokens):
+        for rows, logits in _chunks(hidden, weight, how):
             entropy_rows = None if entropy_slopes is None else entropy_slopes[rows]
             gradients.add(rows, logits, places[rows], held[rows], softmax.rows(rows), slopes[rows], entropy_rows)
         gradients.sum_over_ranks()
@@ -335,7 +351,7 @@ class _Loss(torch.autograd.Function):
         loss = torch.zeros((), dtype=torch.float64, device=hidden.device)
         learns = learns and any(ctx.needs_input_grad)
         gradients = _Gradients(ctx.needs_input_grad, hidden, weight, bias, how) if learns else None
-        for rows, logits in _chunks(hidden, weight, how.chunk_tokens):
+        for rows, logits in _chunks(hidden, weight, how):
             softmax = _softmax(_sums(logits, bias, places[rows], held[rows], how, want_entropy), how.shard)
             logprobs[rows] = softmax.logprobs
             if entropy is not None and softmax.entropy is not None:

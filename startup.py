@@ -336,7 +336,7 @@ def make_plan(
     plan = replace(plan, samples=samples)
     if (shape := config_at_hand(model)) is not None:  # otherwise `open_run` reads it
         check_model(shape, plan, training.seq_len)
-    check_switches(training.switches, plan)
+    check_switches(training.switches, plan, shape)
     if asked is None:
         return plan
     print("\n".join([plan.table(), *more(plan, asked[1])]), flush=True)

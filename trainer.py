@@ -37,6 +37,8 @@ class TrainingConfig:
     activation_checkpointing: Literal["none", "selective", "full"] = "none"  # keep all; matrix products and attention; a block's input only
     compile: bool = False  # true: torch.compile of each block but its attention; needs a C++ compiler
     cpu_offload: Literal["none", "optimizer", "parameters"] = "none"  # in host memory: AdamW's moments; weights and gradients as well
+    match_sampler: bool = False  # true: bfloat16 is rounded where vLLM rounds it, in dense Llama, Mistral and Qwen (docs/mismatch.md)
+    fp32_logits: bool = False  # true: logits are not rounded to bfloat16, in the trainer and in the engine (docs/mismatch.md)
     deterministic: bool = False  # true: torch's deterministic mode; two runs are equal bit for bit on a GPU too
     learning_rate: float = 1e-6  # peak of the schedule
     # after the warm-up; linear and cosine fall from there to the run's end, wsd (warm-up, stable, decay) in its last decay_steps
@@ -114,8 +116,7 @@ class TrainingConfig:
 
     def moves_reference(self, step: int, published: int) -> bool:
         """After `step` steps, the last weights having been published after `published`."""
-        every = self.ref_update_interval
-        return every > 0 and step // every > published // every
+        return (every := self.ref_update_interval) > 0 and step // every > published // every
 
     @property
     def passes(self) -> int | None:
@@ -124,7 +125,7 @@ class TrainingConfig:
 
     @property
     def switches(self) -> Switches:
-        return Switches(self.activation_checkpointing, self.compile, self.cpu_offload)
+        return Switches(self.activation_checkpointing, self.compile, self.cpu_offload, self.match_sampler, self.fp32_logits)
 
     @property
     def row_tokens(self) -> int:

@@ -10,6 +10,7 @@ from parallel.experts import DealExperts
 from parallel.plans import PLANS, plan_of
 from parallel.plans import Plan as FamilyPlan
 from parallel.roles import Plan, RolePlan
+from parallel.rounding import check_family
 from parallel.switches import Switches
 
 
@@ -24,11 +25,18 @@ def check_model(config: Any, plan: Plan, seq_len: int) -> None:
     check_engine(config, plan.generator.tp)
 
 
-def check_switches(switches: Switches, plan: Plan) -> None:
-    """ValueError where what is asked of blocks cannot be done as the plan cuts them."""
+def check_switches(switches: Switches, plan: Plan, config: Any | None) -> None:
+    """ValueError where what is asked of blocks cannot be done to this model's, or as the plan cuts them. config: None where unknown."""
+    if switches.matched and config is not None:
+        check_family(config)
     for role in (plan.trainer, plan.reference):
         if role is not None:
             switches.check_cut(role.tp, role.key)
+            if switches.matched and role.pp > 1:
+                raise ValueError(
+                    f"training.match_sampler=true with {role.key}.pipeline_parallel_degree={role.pp}: stages pass on what is rounded "
+                    f"already; set training.match_sampler: false, or the degree to 1"
+                )
 
 
 def _check_positions(text: Any, seq_len: int) -> None:

@@ -125,6 +125,8 @@ def training_bytes(
     """
     of_layer = 10 * hidden + 4 * intermediate + 3 * heads + again
     kept = {"none": of_layer, "selective": 3 * hidden + 2 * intermediate + 2 * heads, "full": hidden}[switches.activations]
+    if switches.matched and switches.activations != "none":
+        kept += hidden * 4 // itemsize - hidden  # a block's input is in fp32
     activations = itemsize * tokens * (layers * kept + (of_layer if switches.activations != "none" else 0))
     moments = 2 * weights if switches.offload == "none" else 0
     gradients = weights if switches.offload != "parameters" else 0

@@ -13,6 +13,7 @@ from parallel.experts import DealExperts
 from parallel.names import check_names
 from parallel.pipeline import Passing, bounds
 from parallel.placement import Grid
+from parallel.rounding import match_sampler
 from parallel.switches import ALL_OFF, Switches
 
 
@@ -121,6 +122,8 @@ def parallelize(
     tp = grid.tp
     plan = plan_of(model)
     restore_scale(model.get_input_embeddings())
+    if switches.matched:
+        match_sampler(model, compute)
     precision = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32, cast_forward_inputs=False)
     for block in _stage(model, plan, grid):
         block.to(device=device, dtype=weights)

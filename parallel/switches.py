@@ -1,4 +1,4 @@
-"""What is traded for memory or time without changing a result: activations, compiled blocks, state on the host, exact repeats.
+"""What is traded for memory, time or nearness to the sampler: activations, compiled blocks, state on the host, rounding, exact repeats.
 
 Everything here acts on a transformer block before it is sharded, on the optimizer's step, or on the process before CUDA starts.
 """
@@ -33,6 +33,8 @@ class Switches:
     activations: Literal["none", "selective", "full"] = "none"
     compiled: bool = False
     offload: Literal["none", "optimizer", "parameters"] = "none"
+    matched: bool = False  # blocks round where vLLM's do (parallel/rounding.py)
+    fp32_logits: bool = False  # the head's product is not rounded, here and in the engine
 
     @property
     def without_training(self) -> "Switches":

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch._dynamo
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoConfig
 
 from batch import Completion, Group, Prompt
@@ -28,9 +28,10 @@ from parallel.sub_world import OwnRandomState, sub_world
 from parallel.switches import ALL_OFF, Switches
 from parallel.weights import Bucket
 from rollout.experts import check_engine, check_tile, keep_experts
-from rollout.loading import Loader
+from rollout.loading import Loader, widen_head
 from rollout.sampled import keep_numbers, numbers
 from rollout.sampling import Sampling, sample_seed
+from rollout.trace import traced
 
 log = logging.getLogger(__name__)
 
@@ -112,6 +113,8 @@ class Generator:
         torch.set_num_threads = set_threads  # vLLM replaces it by a function that only warns
         set_threads(threads)
         torch.set_float32_matmul_precision(precision)
+        if switches.fp32_logits:
+            widen_head(self._model())
         self.live_bytes = allocated(place.device) - before
         if self._sleeps:
             weights = before if policy_bytes is None else policy_bytes
@@ -209,6 +212,22 @@ class Generator:
             reason = "length" if output.finish_reason == "length" else "abort"
         text = output.text if reason == "stop_string" else self._tokenizer.decode(ids, skip_special_tokens=True)
         return Completion(text, ids, numbers(output.logprobs, ids), {}, reason, self.version)
+
+    @torch.no_grad()
+    def trace(self, token_ids: list[int]) -> dict[str, Tensor]:
+        """What the engine's modules compute of one sequence, as `traced` names it, in a pass over all of it. Not of a compiled one."""
+        from vllm import SamplingParams
+
+        with self._inside(), traced(self._model()) as found:
+            self._llm.reset_prefix_cache()
+            self._llm.generate([{"prompt_token_ids": token_ids}], SamplingParams(max_tokens=1, detokenize=False), use_tqdm=False)
+        return {place: value[: len(token_ids)] for place, value in found.items()}
+
+    @torch.no_grad()
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[n, V] in fp32, as the engine's head makes them of the last norm's output [n, H], before the temperature."""
+        with self._inside():
+            return self._model().compute_logits(hidden.to(self._device, self.dtype)).float()
 
     @contextmanager
     def asleep(self, *, until_load: bool) -> Iterator[None]:

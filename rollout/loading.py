@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from head import product_in_fp32
 from parallel.weights import Bucket, NamedTensor, checksum
 from rollout.experts import PARTS, expert_slices
 
@@ -161,6 +162,17 @@ def paddings(model: nn.Module) -> list[Tensor]:
 def pads_vocabulary(module: nn.Module) -> bool:
     """Is it one of vLLM's embeddings or heads?"""
     return isinstance(getattr(module, "org_vocab_size", None), int)
+
+
+def widen_head(model: nn.Module) -> None:
+    """Have an engine's head make fp32 logits of its weights and hidden states as they are. (vLLM 0.32 has `head_dtype`, 0.25 not.)"""
+    head = model.lm_head
+
+    def apply(layer: nn.Module, hidden: Tensor, bias: Tensor | None = None) -> Tensor:
+        logits = product_in_fp32(hidden, layer.weight)
+        return logits if bias is None else logits + bias
+
+    head.quant_method.apply = apply
 
 
 def checkpoint_slices(model: nn.Module) -> dict[str, Tensor]:

@@ -3,7 +3,8 @@
     torchrun --nproc-per-node=2 tests/family_driver.py spec.json report.pt
 
 The spec: {name: {"model": a folder, "lengths": of the episodes, "export": a folder or null, "shared_prompts": are equal prompts computed
-once, "groups": how many prompts the episodes answer (0: each its own), **fields of RolePlan but its ranks}}.
+once, "groups": how many prompts the episodes answer (0: each its own), "matched": with training.match_sampler or not,
+**fields of RolePlan but its ranks}}.
 The report: {name: what `measured` returns}.
 """
 
@@ -24,6 +25,7 @@ from model import Model, ModelSource
 from parallel.launch import launch
 from parallel.placement import Grid, Placement
 from parallel.roles import ParallelismConfig, Plan, RolePlan
+from parallel.switches import Switches
 
 TEMPERATURE = 0.7
 PROMPT = 2
@@ -55,11 +57,13 @@ def slopes(lengths: list[int]) -> list[Tensor]:
 
 
 def measured(
-    model: str, lengths: list[int], export: str | None = None, shared_prompts: bool = False, groups: int = 0, **role: Any
-) -> dict[str, Any]:
+    model: str, lengths: list[int], export: str | None = None, shared_prompts: bool = False, groups: int = 0, matched: bool = False,
+    **role: Any,
+) -> dict[str, Any]:  # fmt: skip
     """Log-probs of the episodes, and whole gradients of their sum weighted by `slopes`. The model is written to `export`."""
     grid = Grid(RolePlan(list(range(dist.get_world_size())), **role), "cpu")
     options: dict[str, Any] = {"temperature": TEMPERATURE, "max_tokens": 64, "shared_prompts": shared_prompts}
+    options["switches"] = Switches(matched=matched)
     policy = Model(ModelSource(model), grid, dtype="float32", trainable=True, **options)
     if export is not None:
         policy.export(Path(export))

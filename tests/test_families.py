@@ -28,6 +28,7 @@ from tests.world import run_script
 
 KNOWN = [family for family in (*FAMILIES, *SPECIAL_FAMILIES) if family in PLANS]
 LAYOUTS: dict[str, dict[str, int]] = {"FSDP 2": {}, "TP 2": {"tp": 2}, "CP 2": {"cp": 2}, "PP 2": {"pp": 2}}
+MATCHED = [("qwen3", "TP 2"), ("llama", "CP 2"), ("mistral", "FSDP 2"), ("qwen2", "TP 2")]  # a layout of each family that can be
 IN_BF16: dict[str, Any] = {"dtype": torch.bfloat16, "hidden": 96}  # whose root is no number of bf16
 Checkpoints = Callable[..., Path]
 Expected = tuple[list[Tensor], dict[str, Tensor]]
@@ -95,6 +96,7 @@ def run(ranks: int, folder: Path, cases: dict[str, dict]) -> dict[str, dict]:
 def split(checkpoint_of: Checkpoints, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What two ranks got in every layout."""
     cases = {f"{f}, {name}": {"model": checkpoint_of(f), **role} for f in KNOWN for name, role in LAYOUTS.items()}
+    cases |= {f"{f}, {name}, matched": {"model": checkpoint_of(f), "matched": True, **LAYOUTS[name]} for f, name in MATCHED}
     cases["gemma, FSDP 2"] = {"model": checkpoint_of("gemma")}
     cases["stored in bf16"] = {"model": checkpoint_of("gemma2", **IN_BF16)}
     folder = tmp_path_factory.mktemp("split")
@@ -109,6 +111,14 @@ def test_two_ranks_have_the_logprobs_and_gradients_of_one(
     family: str, layout: str, split: dict[str, Any], expected: Callable[[str], Expected]
 ) -> None:
     check(split[f"{family}, {layout}"]["logprobs"], split[f"{family}, {layout}"]["gradients"], expected(family))
+
+
+@pytest.mark.parametrize(("family", "layout"), MATCHED)
+def test_rounding_as_the_sampler_does_changes_nothing_in_fp32(
+    family: str, layout: str, split: dict[str, Any], expected: Callable[[str], Expected]
+) -> None:
+    found = split[f"{family}, {layout}, matched"]
+    check(found["logprobs"], found["gradients"], expected(family))
 
 
 def test_a_family_without_a_plan_is_sharded(split: dict[str, Any], expected: Callable[[str], Expected]) -> None:

@@ -46,12 +46,12 @@ beside() { for test in attention precision checkpoint sync switches; do lane "$l
 if ((gpus > 1)); then
   lane "$first" runs small_runs & alone=$!
   (beside)
-  lane "$last" engine memory
+  lane "$last" engine memory mismatch
   wait "$alone"
   lane "$first,$last" two_gpus
 else
   beside
-  lane "$first" engine small_runs memory runs two_gpus
+  lane "$first" engine small_runs memory mismatch runs two_gpus
 fi
 cat "$OUT/versions"
 "$python" tests/gpu/table.py "$OUT"
