@@ -1,52 +1,53 @@
 """Time and memory of the head, forward and backward, against what one would write without it: JSON lines on stdout.
 
-    python -m bench.head [--rounds 3] [--threads 1]
+    python -m bench.head [--rounds 3] [--threads 1] [--device auto]
 
-Four ways from hidden states to gradients, in fp32 on a CPU:
+Four ways from hidden states to gradients, in fp32:
 
     naive       F.linear, log_softmax, gather
     checkpoint  the same by chunks, each under torch.utils.checkpoint
     any_loss    head.logprobs_from_hidden
     one_pass    head.loss_from_hidden
 
-A line per case: medians of seconds, of the wall and of the process's CPU time, in which waiting for other processes is not counted;
-MiB: the peak of a process of its own that does nothing else, above what it held before. Ratios are to naive. In a round the four take
-turns. The last lines: the exponents a and b of time ~ N^a and memory ~ N^b. Exit code 1, and no figures, when the four disagree.
+A line a case and way: medians of wall and CPU seconds, ratios to naive of the same round; MiB: the peak of a process of its own that
+does nothing else, above what it held before. The last lines: the exponents of seconds and MiB in tokens and in words. Exit code 1, and
+no figures, when the four disagree.
 """
 
 import argparse
-import json
 import math
-import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Callable
-from pathlib import Path
+from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from bench.measure import Peak, alternate, compared, exponent, refuse, say, where
 from head import default_chunk_tokens, logprobs_from_hidden, loss_from_hidden
+from parallel.hardware import device_type
 
 HIDDEN = 576
-GROWING_TOKENS = [(n, 49152) for n in (1024, 2048, 4096, 8192)]
-GROWING_VOCABULARY = [(4096, v) for v in (12288, 24576)]
+GROWING_TOKENS = [1024, 2048, 4096, 8192]  # at the largest vocabulary
+GROWING_VOCABULARY = [12288, 24576, 49152]  # at the third number of tokens
+GROW = ("seconds", "cpu_seconds", "peak_mib")
 TOLERANCE = 1e-4  # of the largest element of each gradient; fp32 sums of 49152 terms in different orders
 
 
 class Problem:
     """The same for the same sizes."""
 
-    def __init__(self, tokens: int, vocabulary: int):
+    def __init__(self, tokens: int, vocabulary: int, device: torch.device):
         generator = torch.Generator().manual_seed(tokens + vocabulary)
-        self.hidden = torch.randn(tokens, HIDDEN, generator=generator).requires_grad_()
-        self.weight = torch.randn(vocabulary, HIDDEN, generator=generator).mul_(0.05).requires_grad_()
-        self.targets = torch.randint(vocabulary, (tokens,), generator=generator)
-        self.advantages = torch.randn(tokens, generator=generator)
-        self.old = torch.randn(tokens, generator=generator).mul_(0.1).sub_(math.log(vocabulary))
+        self.hidden = torch.randn(tokens, HIDDEN, generator=generator).to(device).requires_grad_()
+        self.weight = torch.randn(vocabulary, HIDDEN, generator=generator).mul_(0.05).to(device).requires_grad_()
+        self.targets = torch.randint(vocabulary, (tokens,), generator=generator).to(device)
+        self.advantages = torch.randn(tokens, generator=generator).to(device)
+        self.old = torch.randn(tokens, generator=generator).mul_(0.1).sub_(math.log(vocabulary)).to(device)
 
     def share(self, logprobs: Tensor, entropy: Tensor | None, rows: slice) -> Tensor:
         """The clipped surrogate, averaged over all tokens."""
@@ -109,62 +110,32 @@ def disagreements(problem: Problem) -> list[str]:
     return found
 
 
-def timed(problem: Problem, rounds: int) -> dict[str, tuple[float, float]]:
-    """Median seconds of each, (wall, CPU)."""
-    seconds: dict[str, list[tuple[float, float]]] = {peer: [] for peer in PEERS}
-    for _ in range(rounds):
-        for peer, times in seconds.items():
-            wall, cpu = time.perf_counter(), time.process_time()
-            solve(problem, peer)
-            times.append((time.perf_counter() - wall, time.process_time() - cpu))
-    return {peer: (statistics.median(w for w, _ in times), statistics.median(c for _, c in times)) for peer, times in seconds.items()}
-
-
-def resident_mib(kind: str) -> float:
-    """Of this process: VmRSS now, VmHWM at most. (ru_maxrss begins with what the parent process had.)"""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith(f"{kind}:")) / 1024
-
-
-def own_peak_mib(tokens: int, vocabulary: int, peer: str) -> float:
+def own_peak_mib(tokens: int, vocabulary: int, peer: str, device: torch.device) -> float:
     """The most memory this process held during one run, above that before it."""
-    solve(Problem(8, 16), peer)  # what torch sets up once
-    problem = Problem(tokens, vocabulary)
-    Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts anew
-    before = resident_mib("VmRSS")
+    solve(Problem(8, 16, device), peer)  # what torch sets up once
+    problem = Problem(tokens, vocabulary, device)
+    peak = Peak(device)
     solve(problem, peer)
-    return resident_mib("VmHWM") - before
+    return peak.mib()
 
 
-def peak_mib(tokens: int, vocabulary: int, peer: str, threads: int) -> float:
-    case = [str(tokens), str(vocabulary), peer]
-    command = [sys.executable, "-m", "bench.head", "--threads", str(threads), "--peak", *case]
+def peak_mib(tokens: int, vocabulary: int, peer: str, options: argparse.Namespace) -> float:
+    shared = ["--threads", str(options.threads), "--device", options.device]
+    command = [sys.executable, "-m", "bench.head", *shared, "--peak", str(tokens), str(vocabulary), peer]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     return float(done.stdout)
 
 
-def exponent(sizes: list[int], values: list[float]) -> float:
-    """The slope of log(value) over log(size), by least squares.
-
-    >>> exponent([1, 2, 4], [3.0, 12.0, 48.0])
-    2.0
-    """
-    return statistics.linear_regression([math.log2(s) for s in sizes], [math.log2(v) for v in values]).slope
-
-
-def measure(tokens: int, vocabulary: int, rounds: int, threads: int) -> list[dict]:
+def measured(tokens: int, vocabulary: int, options: argparse.Namespace, device: torch.device) -> list[dict[str, Any]]:
     """One line of each peer. SystemExit where they disagree."""
-    problem = Problem(tokens, vocabulary)
-    if wrong := disagreements(problem):
-        raise SystemExit("\n".join(wrong))
-    seconds = timed(problem, rounds)
-    peaks = {peer: peak_mib(tokens, vocabulary, peer, threads) for peer in PEERS}
-    lines = []
-    for peer, (wall, cpu) in seconds.items():
-        ratios = {"seconds": wall / seconds["naive"][0], "cpu_seconds": cpu / seconds["naive"][1], "peak": peaks[peer] / peaks["naive"]}
-        line = {"case": f"N={tokens} H={HIDDEN} V={vocabulary}", "tokens": tokens, "vocabulary": vocabulary, "peer": peer}
-        line |= {"threads": threads, "seconds": round(wall, 3), "cpu_seconds": round(cpu, 3), "peak_mib": round(peaks[peer], 1)}
-        lines.append(line | {f"{name}_ratio": round(r, 3) for name, r in ratios.items()})
+    problem = Problem(tokens, vocabulary, device)
+    refuse(disagreements(problem))
+    times = alternate({peer: partial(solve, problem, peer) for peer in PEERS}, options.rounds)
+    peaks = {peer: peak_mib(tokens, vocabulary, peer, options) for peer in PEERS}
+    lines: list[dict[str, Any]] = []
+    for peer, figures in compared(times, "naive").items():
+        line = {"tokens": tokens, "vocabulary": vocabulary, "peer": peer} | figures
+        lines.append(line | {"peak_mib": round(peaks[peer], 1), "peak_ratio": round(peaks[peer] / peaks["naive"], 3)})
     return lines
 
 
@@ -172,23 +143,31 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3, help="timed runs of each case")
     parser.add_argument("--threads", type=int, default=1, help="of torch")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument("--tokens", type=int, nargs="+", default=GROWING_TOKENS, help="of the cases whose tokens grow")
+    parser.add_argument("--vocabulary", type=int, nargs="+", default=GROWING_VOCABULARY, help="of the cases whose vocabulary grows")
     parser.add_argument("--peak", nargs=3, metavar=("TOKENS", "VOCABULARY", "PEER"), help="print one case's peak MiB, and no more")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
+    device = torch.device(device_type(options.device))
     if options.peak:
         tokens, vocabulary, peer = options.peak
-        print(own_peak_mib(int(tokens), int(vocabulary), peer))
+        print(own_peak_mib(int(tokens), int(vocabulary), peer, device))
         return
+    machine = where(device, torch.float32)
+    widest, middle = max(options.vocabulary), sorted(options.tokens)[len(options.tokens) // 2]
+    sizes = dict.fromkeys([(n, widest) for n in options.tokens] + [(middle, v) for v in options.vocabulary])
     lines = []
-    for tokens, vocabulary in GROWING_TOKENS + GROWING_VOCABULARY:
-        for line in measure(tokens, vocabulary, options.rounds, options.threads):
-            print(json.dumps(line), flush=True)
+    for tokens, vocabulary in sizes:
+        for line in measured(tokens, vocabulary, options, device):
+            say("head", f"N={tokens} H={HIDDEN} V={vocabulary}", **line, **machine)
             lines.append(line)
     for peer in PEERS:
-        growing = [line for line in lines if line["peer"] == peer and (line["tokens"], line["vocabulary"]) in GROWING_TOKENS]
-        sizes = [line["tokens"] for line in growing]
-        laws = {f"{name} ~ N^": round(exponent(sizes, [line[name] for line in growing]), 2) for name in ("cpu_seconds", "peak_mib")}
-        print(json.dumps({"law": peer} | laws), flush=True)
+        for axis, fixed, at in (("tokens", "vocabulary", widest), ("vocabulary", "tokens", middle)):
+            growing = [line for line in lines if line["peer"] == peer and line[fixed] == at]
+            if len(growing) > 1:
+                law = {f"{name} ~ {axis}^": round(exponent([x[axis] for x in growing], [x[name] for x in growing]), 2) for name in GROW}
+                say("head", f"law of {peer}", peer=peer, **law, **machine)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""Seconds, bytes and GB/s of giving the engine new weights, against what one would write without parallel/weights.py: a table on stdout.
+"""Seconds, bytes and GB/s of giving the engine new weights, against what one would write without parallel/weights.py.
 
-    python -m bench.sync [--shape small] [--rounds 5] [--threads 1] [--device auto]
+    python -m bench.sync [--shapes small] [--rounds 5] [--threads 1] [--device auto]
 
 Two ways, of which each round runs both; the figures are medians:
 
@@ -8,26 +8,27 @@ Two ways, of which each round runs both; the figures are medians:
     per_tensor  each tensor cast, gathered, broadcast by the trainer's first rank and given to vLLM's load_weights, unchecked
 
 The engine's memory is overwritten with NaN before each, and every tensor is verified after each, both outside the time. "checks" is the
-time of one verification, which is part of buckets. The policy: random numbers in a Qwen3 of the given shape, fp32, for an engine in bf16.
-Each layout is a world of its own; bytes are the policy's, however many engines get them.
+time of one verification, which is part of buckets. The policy: random numbers in a model of the given shape, fp32, for an engine in bf16.
+Each layout is a world of its own; bytes are the policy's, however many engines get them. A JSON line a layout and way; CPU seconds
+are those of all ranks together. Exit code 1, and no figures, where a tensor arrives wrong. With several shapes: seconds = a + b bytes.
 """
 
 import argparse
 import json
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from tokenizers import Tokenizer, models
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config
 
+from bench.measure import Seconds, compared, figure, line_through, say, settle, stop, tell, turns, where
+from bench.shapes import SHAPES, write_checkpoint
 from model import Model, ModelSource
 from parallel.exchange import from_each
 from parallel.launch import launch
@@ -38,12 +39,6 @@ from rollout.generator import Generator, GeneratorConfig
 from rollout.loading import verify
 
 DTYPE = torch.bfloat16
-SHAPES = {
-    "small": {"hidden_size": 512, "num_hidden_layers": 8, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64,
-              "intermediate_size": 1536, "vocab_size": 32000},
-    "0.6b": {"hidden_size": 1024, "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128,
-             "intermediate_size": 3072, "vocab_size": 151936},
-}  # fmt: skip
 PASSED_ON = ("rounds", "threads", "device", "bucket_mib")
 LAYOUTS = {  # ranks, services, colocate
     "1 -> 1": (2, {"trainer": 1, "generator": 1}, False),
@@ -52,20 +47,6 @@ LAYOUTS = {  # ranks, services, colocate
     "1, colocated": (1, {"generator": 1}, True),
     "FSDP 2 and TP 2, colocated": (2, {"generator": 2}, True),
 }
-
-
-def write_policy(folder: Path, shape: str) -> None:
-    """A checkpoint of random numbers; no two parts of a tensor are alike."""
-    torch.manual_seed(0)
-    config = Qwen3Config(**SHAPES[shape], tie_word_embeddings=True, max_position_embeddings=256, pad_token_id=0, eos_token_id=1)
-    model = AutoModelForCausalLM.from_config(config, dtype=DTYPE)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim == 1:
-                parameter.add_(0.1 * torch.randn_like(parameter))
-    model.save_pretrained(folder)
-    words = Tokenizer(models.WordLevel({"<pad>": 0, "<eos>": 1}, unk_token="<pad>"))
-    PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>").save_pretrained(folder)
 
 
 class World:
@@ -112,28 +93,30 @@ class World:
         for parameter in self.generator._model().parameters() if holds(self.place.generator) else []:
             parameter.fill_(float("nan"))
 
-    def seconds(self, action: Callable[[], None]) -> float:
+    def seconds(self, action: Callable[[], None]) -> Seconds:
         """Until the last rank has done it."""
         dist.barrier(self.place.objects)
-        start = time.perf_counter()
+        start, used = time.perf_counter(), time.process_time()
         action()
-        if torch.cuda.is_initialized():
-            torch.cuda.synchronize()
-        return max(from_each(time.perf_counter() - start, self.place))
+        settle()
+        times = from_each((time.perf_counter() - start, time.process_time() - used), self.place)
+        return Seconds(max(wall for wall, _ in times), sum(cpu for _, cpu in times))
 
 
-def measure(world: World, rounds: int) -> dict[str, float]:
-    """Median seconds of each way, after a round that is not counted: the engine learns in it which parts it keeps."""
-    times: dict[str, list[float]] = {"buckets": [], "per_tensor": [], "checks": []}
-    for number in range(rounds + 1):
-        for name, action in (("buckets", world.buckets), ("per_tensor", world.per_tensor)):
+def measure(world: World, rounds: int) -> dict[str, list[Seconds]]:
+    """The times of each way, after a round that is not counted: the engine learns in it which parts it keeps."""
+    ways = {"buckets": world.buckets, "per_tensor": world.per_tensor}
+    times: dict[str, list[Seconds]] = {"buckets": [], "per_tensor": [], "checks": []}
+    for number, order in enumerate(turns(list(ways), rounds + 1)):
+        for name in order:
             world.spoil()
-            taken = world.seconds(action)
+            taken = world.seconds(ways[name])
             checked = world.seconds(world.checks)  # RuntimeError where a tensor is not the policy's
             if number:
                 times[name].append(taken)
+            if number and name == "buckets":
                 times["checks"].append(checked)
-    return {name: statistics.median(values) for name, values in times.items()}
+    return times
 
 
 def run_layout(options: argparse.Namespace) -> None:
@@ -144,15 +127,28 @@ def run_layout(options: argparse.Namespace) -> None:
     plan = Plan.make(services, ParallelismConfig(), colocate=colocate, wants_reference=False, world_size=ranks)
     place = Placement.build(plan, options.device)
     world = World(place, options.model, int(options.bucket_mib * 2**20) if options.bucket_mib else None)
-    found = measure(world, options.rounds) | {"bytes": world.bytes}
+    found = compared(measure(world, options.rounds), "per_tensor")
     if place.is_root:
-        print(json.dumps(found), flush=True)
+        sizes = {"bytes": world.bytes, "tensors": len(world.shapes)}
+        print(json.dumps(sizes | {"where": where(place.device, DTYPE), "ways": found}), flush=True)
     world.generator.close()
+
+
+def world_of(layout: str, folder: str, options: argparse.Namespace) -> dict[str, Any]:
+    """What a layout's world says. Exit code 1 where it fails."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={LAYOUTS[layout][0]}"]
+    given = {name: value for name, value in vars(options).items() if name in PASSED_ON and value is not None}
+    passed = [f"--{name.replace('_', '-')}={value}" for name, value in given.items()]
+    command = [*torchrun, "-m", "bench.sync", "--layout", layout, "--model", folder, *passed]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+    if done.returncode:
+        stop(f"{layout}: ended with {done.returncode}, so there are no figures")
+    return json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", choices=SHAPES, default="small", help="of the policy")
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["small"], help="of the policy")
     parser.add_argument("--rounds", type=int, default=5, help="timed runs of each way")
     parser.add_argument("--threads", type=int, default=1, help="of torch, a rank")
     parser.add_argument("--bucket-mib", type=float, help="size of a bucket; default: that of a run")
@@ -164,19 +160,22 @@ def main() -> None:
     if options.layout:
         launch(lambda: run_layout(options))
         return
-    print(f"{'layout':<28}{'way':<12}{'seconds':>9}{'MB':>9}{'GB/s':>8}{'speed':>8}", flush=True)
-    with tempfile.TemporaryDirectory() as folder:
-        write_policy(Path(folder), options.shape)
-        for layout in options.layouts:
-            torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={LAYOUTS[layout][0]}"]
-            given = {name: value for name, value in vars(options).items() if name in PASSED_ON and value is not None}
-            passed = [f"--{name.replace('_', '-')}={value}" for name, value in given.items()]
-            command = [*torchrun, "-m", "bench.sync", "--layout", layout, "--model", folder, *passed]
-            done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-            found = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))
-            for way in ("buckets", "per_tensor", "checks"):
-                speed, ratio = found["bytes"] / found[way] / 1e9, found["per_tensor"] / found[way]
-                print(f"{layout:<28}{way:<12}{found[way]:>9.3f}{found['bytes'] / 1e6:>9.1f}{speed:>8.2f}{ratio:>7.2f}x", flush=True)
+    sizes: dict[tuple[str, str], list[tuple[int, float]]] = {}
+    for shape in options.shapes:
+        with tempfile.TemporaryDirectory() as folder:
+            write_checkpoint(Path(folder), shape)
+            for layout in options.layouts:
+                found = world_of(layout, folder, options)
+                for way, figures in found["ways"].items():
+                    speed = figure(found["bytes"] / figures["seconds"] / 1e9)
+                    named = {"layout": layout, "shape": shape, "way": way, "bytes": found["bytes"], "tensors": found["tensors"]}
+                    say("sync", f"{layout}, {shape}", **named, **figures, gb_per_s=speed, **found["where"])
+                    tell(f"{layout:<28}{shape:<8}{way:<12}{figures['seconds']:>9.3f} s{speed:>8.2f} GB/s")
+                    sizes.setdefault((layout, way), []).append((found["bytes"], figures["seconds"]))
+    for (layout, way), points in sizes.items():
+        if len(points) > 1:
+            start, slope = line_through(*zip(*points, strict=True))
+            say("sync", f"law of {way}, {layout}", layout=layout, way=way, seconds_a=figure(start), seconds_per_gb=figure(slope * 1e9))
 
 
 if __name__ == "__main__":

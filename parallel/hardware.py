@@ -6,6 +6,15 @@ import torch
 PEAK_BF16 = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "H20": 148e12, "L40S": 362e12, "B200": 2250e12}
 
 
+def device_type(device: str) -> str:
+    """cuda or cpu, for a run with `device` (auto, cpu or cuda). ValueError when a GPU is demanded and none is seen."""
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError(
+            "device=cuda, but torch sees no GPU: set device: auto or cpu, or check the driver (nvidia-smi) and torch's CUDA build"
+        )
+    return "cuda" if device != "cpu" and torch.cuda.is_available() else "cpu"
+
+
 def num_ranks(most: int) -> int:
     """A rank for each GPU of this machine; `most` where it has more than that, or none."""
     return min(torch.cuda.device_count(), most) or most

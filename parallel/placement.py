@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 
+from parallel import hardware
 from parallel.roles import Plan, RolePlan
 from parallel.routes import Route, make_routes
 from parallel.switches import compute_deterministically
@@ -103,7 +104,7 @@ class Placement:
         """
         if deterministic:
             compute_deterministically()
-        device_type = _device_type(device)
+        device_type = hardware.device_type(device)
         if "RANK" not in os.environ:  # started as a plain script: a world of one
             os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(_free_port()))
         if device_type == "cuda":
@@ -165,15 +166,6 @@ def shares_ranks(a: Grid, b: Grid) -> bool:
 def device_of(grid: Grid) -> torch.device:
     """Where this rank's part of a model on `grid` lives."""
     return torch.device("cuda", torch.cuda.current_device()) if grid.device_type == "cuda" else torch.device(grid.device_type)
-
-
-def _device_type(device: str) -> str:
-    """cuda or cpu. ValueError when a GPU is demanded and none is seen."""
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ValueError(
-            "device=cuda, but torch sees no GPU: set device: auto or cpu, or check the driver (nvidia-smi) and torch's CUDA build"
-        )
-    return "cuda" if device != "cpu" and torch.cuda.is_available() else "cpu"
 
 
 def check_gpus(ranks: int, gpus: int) -> None:
