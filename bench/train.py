@@ -75,12 +75,12 @@ def recorded(prompts: int, samples: int, prompt: int, longest: int, vocabulary: 
     return found
 
 
-def our_trainer(folder: str, place: Placement, dtype: str, row_tokens: int, **switches: Any) -> Trainer:
-    """switches: keys of `training`."""
+def our_trainer(folder: str, place: Placement, dtype: str, row_tokens: int, loss: Any = None, **switches: Any) -> Trainer:
+    """loss: None for GRPOLoss as TRL averages it; switches: keys of `training`."""
     cfg = TrainingConfig(steps=10**6, seq_len=min(row_tokens, 8192), max_tokens_per_batch=row_tokens, dtype=dtype, **switches)  # type: ignore[arg-type]
     options: dict[str, Any] = {"dtype": dtype, "temperature": 1.0, "max_tokens": cfg.row_tokens, "trainable": True}
     policy = Model(ModelSource(folder), place.trainer, switches=cfg.switches, **options)
-    return Trainer(policy, cfg, GRPOLoss(averaging="token"))
+    return Trainer(policy, cfg, loss or GRPOLoss(averaging="token"))
 
 
 class Ours:
@@ -103,7 +103,6 @@ def rollout_of(episodes: list[Episode]) -> dict[str, Any]:
 
 def taking_turns(ours: Ours, peer: trl_peer.Peer, device: torch.device) -> tuple[dict[str, list[Seconds]], dict, dict]:
     """Seconds of each way, MiB of each one's first step, and what TRL logs of its own."""
-    trl_peer.need("trl", "accelerate")
     from transformers import TrainerCallback
 
     times: dict[str, list[Seconds]] = {"ours": [], "trl": []}
@@ -226,6 +225,8 @@ def main() -> None:
     parser.add_argument("--peer", choices=("trl", "none"), default="trl")
     parser.add_argument("--tolerance", type=json.loads, help=f"of the first step, as JSON; default {json.dumps(SHOWN)}")
     options = parser.parse_args()
+    if options.peer == "trl":
+        trl_peer.need("trl", "accelerate")
     with tempfile.TemporaryDirectory() as folder:
         launch(lambda: run(options, folder))
 

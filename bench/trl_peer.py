@@ -57,7 +57,6 @@ class Peer:
     max_grad_norm: float = 1.0
     schedule: str = "constant"
     warmup_steps: int = 0
-    updates: int = 1  # optimizer steps of a rollout
 
 
 def need(*modules: str) -> None:
@@ -92,8 +91,7 @@ def make(
         config = GRPOConfig(
             peer.output, use_cpu=on_cpu, seed=peer.seed, bf16=peer.dtype == "bfloat16", model_init_kwargs={"dtype": peer.weights},
             per_device_train_batch_size=peer.micro_batch, gradient_accumulation_steps=passes, num_generations=peer.samples,
-            steps_per_generation=passes * peer.updates,
-            max_completion_length=peer.new_tokens, max_steps=peer.steps * peer.updates, temperature=peer.temperature,
+            max_completion_length=peer.new_tokens, max_steps=peer.steps, temperature=peer.temperature,
             learning_rate=peer.learning_rate, lr_scheduler_type=peer.schedule, warmup_steps=peer.warmup_steps,
             adam_beta2=peer.adam_beta2, max_grad_norm=peer.max_grad_norm, epsilon=0.2, epsilon_high=0.28,
             shuffle_dataset=False, use_liger_kernel=peer.liger, report_to=[], logging_steps=1, save_strategy="no", disable_tqdm=True,
