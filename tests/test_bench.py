@@ -60,7 +60,7 @@ KEYS = {
     "train": {"way", "tokens", "tokens_per_s", "tokens_per_cpu_s", "seconds", "peak_mib"},
     "rollout": {"way", "tokens_per_s", "step_ms", "host_ms", "seconds", "seconds_ratio"},
     "sync": {"way", "layout", "bytes", "tensors", "seconds", "cpu_seconds", "gb_per_s"},
-    "ablation": {"row", "without", "with", "speedup", "peak_mib"},
+    "ablation": {"row", "without", "with", "speedup", "cpu_speedup"},
     "step": {"way", "step_s", "phases_s", "training_s", "unexplained", "response_tokens_per_s", "trained_tokens_per_s"},
 }
 LAWS = {"balance": 3, "head": 4, "pack": 3, "train": 1, "rollout": 1, "sync": 0, "ablation": 0, "step": 0}
