@@ -7,9 +7,10 @@ rollout, fp32 weights, the same loss, sampling, batch, learning rate and order o
 each wants the device for itself, take turns: ours, trl, trl, ours. Their first step is dropped.
 
 On a CPU TRL samples with transformers' generate: its colocated mode starts vLLM's CPU build but cannot load new weights into it.
-A line a way: medians over its steps of the whole step and of each phase, tokens/s, GiB of the training phase, CPU seconds absent, since a
-step has several processes' time in it. `unexplained` is what is in no phase. Exit code 1, and no figures, where the ways trained on
-other numbers of tokens, or their first step's loss, entropy or log-probs differ.
+A line a way: medians over its steps of the whole step and of each phase (wall time: a CPU must be idle for them to mean anything),
+tokens/s, GiB of the training phase. `unexplained` is what is in no phase; `computed_share` says how many of the tokens were computed, where
+prompts are shared. Exit code 1, and no figures, where the ways trained on other numbers of tokens, or their first step's loss, entropy
+or log-probs differ.
 """
 
 import argparse
@@ -75,6 +76,9 @@ def figures(steps: list[dict[str, float]], product: float | None) -> dict[str, A
         line["peak_gib"] = figure(max(s["mem/peak_gib"] for s in later))
     if product is not None:
         line["mfu_of_product"] = figure(6 * steps[0]["parameters"] * speed / product)
+    computed = [s["perf/tokens_computed"] / s["tokens"] for s in later if "perf/tokens_computed" in s]
+    if computed:
+        line["computed_share"] = figure(statistics.median(computed))
     return line
 
 
