@@ -1,10 +1,10 @@
 """Does it learn, and how fast: reward over steps and seconds, train_grpo.py against TRL from the same model: JSON lines on stdout.
 
     python -m bench.learn [--steps 60] [--target 0.6] [--seeds 0 1 2]                     the demo's task, on a CPU
-    python -m bench.learn --model SmolLM2-135M-Instruct --data sums.jsonl --new 16 --reward '{"fn": "rollout.rewards.MathReward"}' ...
+    python -m bench.learn --model SmolLM2-135M-Instruct --sums 20 --reward '{"fn": "rollout.rewards.MathReward"}' --new 24 --seq-len 96 ...
 
 Without --model: two-digit sums by the demo's character-level Qwen3, first taught by SFT for --sft steps until it is right now and then. The
-data: a JSONL file with prompts and answers, as train_grpo.py reads it. Both sides have the same prompts in the same order, batch,
+data: --sums of two numbers, or a JSONL file as train_grpo.py reads it. Both sides have the same prompts in the same order, batch,
 samples, learning rate, clipping, AdamW and seeds; they sample other tokens, since their engines' random numbers differ.
 
 A line a step, way and seed: mean reward of the step's samples, and the seconds of all steps so far, without starting. Then a line a
@@ -28,6 +28,7 @@ import demo
 from bench import trl_peer
 from bench.measure import dtype_of, figure, refuse, say, spread, tell, turns, versions
 from bench.runs import ROOT, WAYS, Work
+from bench.shapes import write_sums
 from bench.step import first_step_wrong
 from parallel.hardware import device_type
 
@@ -91,7 +92,8 @@ def report(found: dict[int, dict[str, list[dict[str, float]]]], options: Any, as
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="a checkpoint's folder; default: the demo's, after SFT")
-    parser.add_argument("--data", help="its JSONL file")
+    parser.add_argument("--data", help="with --model: a JSONL file")
+    parser.add_argument("--sums", type=int, help="with --model: sums of two numbers up to this one, in place of --data")
     parser.add_argument("--reward", type=json.loads, default={"fn": "rollout.rewards.DigitsReward", "partial": 0.2})
     parser.add_argument("--sft", type=int, default=200, help="steps of SFT before, without --model")
     parser.add_argument("--prompts", type=int, default=256, help="of a step")
@@ -109,6 +111,8 @@ def main() -> None:
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), help="of the computation; default: float32 on a CPU, else bfloat16")
     parser.add_argument("--folder", type=Path, help="keeps the runs' files")
     options = parser.parse_args()
+    if options.model and not (options.data or options.sums):
+        parser.error("--model needs --data or --sums")
     if any(way.startswith("trl") for way in options.ways):
         trl_peer.need("trl", "accelerate", *(["liger_kernel"] if "trl_liger" in options.ways else []))
     device = torch.device(device_type(options.device))
@@ -117,6 +121,8 @@ def main() -> None:
         folder = options.folder or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
         model, data = (options.model, options.data) if options.model else taught(folder, options.sft, options.device)
+        if options.sums:
+            data = write_sums(folder / "sums.jsonl", options.prompts * options.steps, options.sums)
         engine = {"cpu": "transformers"}.get(device.type, "vllm")
         found: dict[int, dict[str, list[dict[str, float]]]] = {seed: {} for seed in options.seeds}
         for seed, order in zip(options.seeds, turns(options.ways, len(options.seeds)), strict=True):

@@ -126,10 +126,14 @@ def run_trl(spec: dict[str, Any]) -> list[dict[str, float]]:
     prompts = prompts_of(spec["data"], peer.model, peer.seed, peer.seq_len, peer.prompts * peer.steps)
     rows: list[dict[str, Any]] = []
     for prompt in prompts:
-        asked = [{"role": "user", "content": prompt.text}] if tokenizer.chat_template else prompt.text
-        if not tokenizer.chat_template and tokenizer(prompt.text)["input_ids"] != prompt.token_ids:
+        chat = [{"role": "user", "content": prompt.text}]
+        if tokenizer.chat_template:
+            ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=True, return_dict=True)["input_ids"]
+        else:
+            ids = tokenizer(prompt.text)["input_ids"]
+        if list(ids) != prompt.token_ids:
             stop("TRL would give the model other tokens than the project does for the same prompt: the work is not the same")
-        rows.append({"prompt": asked, "target": prompt.target})
+        rows.append({"prompt": chat if tokenizer.chat_template else prompt.text, "target": prompt.target})
     options = dict(spec["reward"])
     reward = Call(options.pop("fn"), options).resolve()
     return trl_peer.run(peer, rows, trl_peer.texts_only(reward))

@@ -97,6 +97,15 @@ def write_prompts(path: Path, count: int, *, words: int = 40, seed: int = 0) -> 
     return path
 
 
+def write_sums(path: Path, count: int, largest: int, seed: int = 0) -> Path:
+    """Sums of two numbers from 1 to `largest` as a chat model is asked for them, {"question", "answer"}; pairs may repeat."""
+    draw = random.Random(seed)
+    pairs = [(draw.randint(1, largest), draw.randint(1, largest)) for _ in range(count)]
+    rows = [{"question": f"What is {a} + {b}? Answer with the number only.", "answer": str(a + b)} for a, b in pairs]
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return path
+
+
 def texts_of(path: Path) -> list[str]:
     return [json.loads(line)["question"] for line in path.read_text().splitlines()]
 

@@ -175,7 +175,8 @@ def main() -> None:
     for (layout, way), points in sizes.items():
         if len(points) > 1:
             start, slope = line_through(*zip(*points, strict=True))
-            say("sync", f"law of {way}, {layout}", layout=layout, way=way, seconds_a=figure(start), seconds_per_gb=figure(slope * 1e9))
+            law = {"seconds_a": figure(start), "seconds_per_gb": figure(slope * 1e9)}
+            say("sync", f"law of {way}, {layout}", layout=layout, way=way, **law, **found["where"])
 
 
 if __name__ == "__main__":
