@@ -27,7 +27,7 @@ import torch
 import demo
 from bench import trl_peer
 from bench.measure import dtype_of, figure, refuse, say, spread, tell, turns, versions
-from bench.runs import ROOT, WAYS, Work
+from bench.runs import ROOT, WAYS, Work, threads
 from bench.shapes import write_sums
 from bench.step import first_step_wrong
 from parallel.hardware import device_type
@@ -137,7 +137,8 @@ def main() -> None:
                 tell(f"seed {seed}: {way}")
                 found[seed][way] = WAYS[way](work, here)
         asked = {"device": device.type, "dtype": dtype, "versions": versions(), "prompts": options.prompts, "samples": options.samples}
-        report(found, options, asked | {"learning_rate": options.learning_rate, "trl_samples_with": engine})
+        asked |= {"learning_rate": options.learning_rate, "trl_samples_with": engine, "threads": threads(options.device)}
+        report(found, options, asked)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from bench.measure import now, since, stop, tell
 from config import Call
 from data import DatasetConfig, PromptStream
 from model import ModelSource
+from parallel.hardware import device_type
 
 ROOT = Path(__file__).resolve().parent.parent
 PHASES = ("generate", "reward", "logp_old", "train", "sleep", "sync")
@@ -68,7 +69,7 @@ def ours(work: Work, folder: Path) -> list[dict[str, float]]:
         "rewards": {"given": work.reward}, "metrics": {"tensorboard": False, "samples_every": 0}, "resume": "never",
     } | on_gpu  # fmt: skip
     (folder / "config.yaml").write_text(json.dumps(keys))
-    start([sys.executable, "train_grpo.py", str(folder / "config.yaml"), *work.ours], folder / "log.txt")
+    start([sys.executable, "train_grpo.py", str(folder / "config.yaml"), *work.ours], folder / "log.txt", work.device)
     lines = [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
     steps = [line for line in lines if line["step"] > 0]
     for step in steps:
@@ -87,7 +88,7 @@ def trl(work: Work, folder: Path, liger: bool = False) -> list[dict[str, float]]
     )  # fmt: skip
     spec, report = folder / "spec.json", folder / "steps.json"
     spec.write_text(json.dumps({"peer": asdict(peer), "data": work.data, "reward": work.reward}))
-    start([sys.executable, "-m", "bench.runs", "--trl", str(spec), str(report)], folder / "log.txt")
+    start([sys.executable, "-m", "bench.runs", "--trl", str(spec), str(report)], folder / "log.txt", work.device)
     steps = json.loads(report.read_text())
     seen = 0.0
     for step in steps:
@@ -102,10 +103,14 @@ WAYS: dict[str, Callable[[Work, Path], list[dict[str, float]]]] = {
 }
 
 
-def start(command: list[str], log: Path) -> None:
+def threads(device: str) -> dict[str, str]:
+    """What a run's environment says of them: on a CPU one, unless OMP_NUM_THREADS says otherwise; beside a GPU the libraries' own."""
+    return {"cpu": {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}}.get(device_type(device), {})
+
+
+def start(command: list[str], log: Path, device: str) -> None:
     """To its end; the bench ends where it fails."""
-    variables = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "TOKENIZERS_PARALLELISM": "false", "TRL_EXPERIMENTAL_SILENCE": "1"}
-    variables |= {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+    variables = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "TRL_EXPERIMENTAL_SILENCE": "1"} | threads(device)
     with log.open("w") as out:
         code = subprocess.run(command, cwd=ROOT, env=variables, stdout=out, stderr=subprocess.STDOUT, timeout=LONGEST_RUN_S).returncode
     if code:

@@ -112,6 +112,7 @@ def report(bench: str, case: str, work: Work, found: list[dict[str, list[dict[st
     each = {way: [figures(steps[way], product) for steps in found] for way in found[0]}
     extra = {"product_tflops": figure(product / 1e12)} if product else {}
     shared = {"device": device_type(work.device), "dtype": work.dtype, "weights": "float32", "versions": versions(), **extra}
+    shared |= {"threads": runs.threads(work.device).get("OMP_NUM_THREADS", "default")}
     keys = ("prompts", "samples", "new_tokens", "steps", "micro_batch", "row_tokens", "ours")
     for way, lines in each.items():
         middle = {name: statistics.median(line[name] for line in lines) for name, v in lines[0].items() if isinstance(v, float)}
