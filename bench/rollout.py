@@ -8,16 +8,17 @@ Random weights, answers of fixed length. Three ways to the same number of tokens
     bare            LLM.generate of the same engine, with the very requests and parameters that ours gave it
     transformers    generate of the same weights, sampling as well
 
-`step_ms` is the wall time of a decode step, `host_ms` the CPU time of this process in it. Exit code 1, and no figures, where ours and bare
-sample other tokens (a GPU in its usual mode: have another mean log-prob), where a way makes another number of tokens, or where the
-engine's log-probs are not those of transformers for the same tokens. With several --prompts or --lengths: step = a + b x B x context
-of ours, fitted; a is weights and host, b the KV cache, which `kv_gb_per_s` compares with the memory's speed.
+`step_ms` is the wall time of a decode step, `host_ms` the CPU time of this process in it. Exit code 1, and no figures, where ours and
+bare sample other tokens (on a GPU, where samples have no seeds of their own: have another mean log-prob), where a way makes another
+number of tokens, or where the engine's log-probs are not those of transformers for the same tokens. With several --prompts or --lengths:
+step = a + b x B x context of ours, fitted; a is weights and host, b the KV cache, which `kv_gb_per_s` compares with the memory's speed.
 """
 
 import argparse
 import statistics
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -61,9 +62,10 @@ def engine(folder: str, place: Placement, dtype: torch.dtype, options: argparse.
 class Ways:
     """Of sampling the same prompts."""
 
-    def __init__(self, generator: Generator, lm: Any, prompts: list[Prompt], samples: int, new: int):
+    def __init__(self, generator: Generator, lm: Any, prompts: list[Prompt], samples: int, new: int, seed: int | None):
+        """seed: of each sample's own; None: the engine's, as a run on a GPU has it."""
         self.generator, self.lm, self.prompts, self.samples, self.new = generator, lm, prompts, samples, new
-        self.sampling = Sampling(1.0, new, seed=1)
+        self.sampling = Sampling(1.0, new, seed=seed)
         self.asked: tuple[tuple, dict] | None = None  # what ours gives the engine
         llm = generator._llm
         self._generate = llm.generate
@@ -79,7 +81,7 @@ class Ways:
             stop("Generator.generate does not call the engine's generate any more: bench.rollout must follow it")
 
     def ours(self, new: int | None = None) -> list[Group]:
-        sampling = self.sampling if new is None else Sampling(1.0, new, seed=1)
+        sampling = self.sampling if new is None else replace(self.sampling, max_new_tokens=new)
         return self.generator.generate(self.prompts, self.samples, sampling)
 
     def bare(self) -> list[Any]:
@@ -111,7 +113,8 @@ def wrong(ways: Ways, gap: float, same: bool) -> tuple[list[str], dict[str, floa
     """Where the ways do not do the same, and the figures of the comparison. same: bit for bit."""
     completions = [c for g in ways.groups for c in g.completions]
     ours = [c.token_ids for c in completions]
-    bare = [list(o.token_ids) for request in ways.bare() for o in request.outputs]
+    outputs = [o for request in ways.bare() for o in request.outputs]
+    bare = [list(o.token_ids) for o in outputs]
     count = len(ways.prompts) * ways.samples * ways.new
     lengths = {"ours": sum(map(len, ours)), "bare": sum(map(len, bare))}
     lengths["transformers"] = ways.transformers()[:, len(ways.prompts[0].token_ids) :].numel()
@@ -120,6 +123,9 @@ def wrong(ways: Ways, gap: float, same: bool) -> tuple[list[str], dict[str, floa
     if same and equal < 1:
         found.append(f"ours and bare agree in {equal:.0%} of the sequences")
     sampled = np.concatenate([c.logprobs for c in completions])
+    means = {"ours": float(sampled.mean()), "bare": sum(o.cumulative_logprob for o in outputs) / max(lengths["bare"], 1)}
+    if not abs(means["ours"] - means["bare"]) <= 0.02 * abs(means["bare"]):
+        found.append(f"the mean log-prob of ours is {means['ours']:.4f}, and of bare {means['bare']:.4f}")
     gaps = np.abs(sampled - ways.logprobs())
     if not gaps.mean() <= gap:
         found.append(f"the engine's log-probs differ from transformers' by {gaps.mean():.2e} on average, and {gap:g} is allowed")
@@ -139,8 +145,9 @@ def run(options: argparse.Namespace, folder: str) -> None:
     for count in options.prompts:
         for length in options.lengths:
             prompts = drawn(count, length, sizes["vocab_size"])
-            ways = Ways(generator, lm, prompts, options.samples, options.new)
-            errors, checked = wrong(ways, options.gap or GAP[dtype], computes_reproducibly(device))
+            repeats = computes_reproducibly(device)
+            ways = Ways(generator, lm, prompts, options.samples, options.new, seed=1 if repeats else None)
+            errors, checked = wrong(ways, options.gap or GAP[dtype], repeats)
             refuse(errors)
             tokens = count * options.samples * options.new
             tried: dict[str, Callable[[], Any]] = {"bare": ways.bare, "ours": ways.ours}

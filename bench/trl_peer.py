@@ -109,8 +109,8 @@ def make(
 class Phases:
     """Seconds of a step by phase, and its mean log-prob: the trainer's methods are wrapped where a phase is a method.
 
-    generate: the engine's or transformers' own; sync: weights to the engine; reward; logp_old: passes without a gradient; train: what
-    is left of the step. An inner phase interrupts the outer one.
+    generate: the engine's, sleep and wake included, or transformers' own; sync: weights to the engine; reward; logp_old: passes without a
+    gradient; train: what is left of the step. An inner phase interrupts the outer one.
     """
 
     def __init__(self) -> None:
