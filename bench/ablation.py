@@ -9,6 +9,7 @@ which also take turns; their number of tokens and mean log-prob are compared. Ex
 
     checkpointing   training.activation_checkpointing: full, none
     compile         training.compile: false, true
+    shared_prompts  training.shared_prompts: false, true
     old_logprobs    a pass for the policy's own log-probs before the update, none
     reference       a pass of a reference (beta 0.01), none (beta 0)
     head            the head's general path, loss_from_hidden
@@ -65,7 +66,7 @@ from parallel.placement import Placement
 from rollout.sampling import Sampling
 from trainer import Trainer
 
-TRAINING = ("checkpointing", "compile", "old_logprobs", "reference", "head")
+TRAINING = ("checkpointing", "compile", "shared_prompts", "old_logprobs", "reference", "head")
 GENERATION = ("async", "detokenising", "graphs")
 ROWS = {"cpu": (*TRAINING, "detokenising"), "cuda": (*TRAINING, *GENERATION)}  # a CPU's engine has neither graphs nor the scheduler
 ENGINES: dict[str, dict[str, Any]] = {  # what `without` changes
@@ -104,6 +105,7 @@ def pair(row: str, base: Step, make: Callable[..., Trainer], frozen: Callable[[]
     made: dict[str, Callable[[], dict[str, Step]]] = {
         "checkpointing": lambda: {"without": replace(base, trainer=make(activation_checkpointing="full")), "with": base},
         "compile": lambda: {"without": base, "with": replace(base, trainer=make(compile=True))},
+        "shared_prompts": lambda: {"without": replace(base, trainer=make(shared_prompts=False)), "with": base},
         "old_logprobs": lambda: {"without": replace(base, rescored=base.trainer.model), "with": base},
         "reference": lambda: {
             "without": replace(base, trainer=make(loss=GRPOLoss(averaging="token", beta=0.01)), reference=frozen()), "with": base,
@@ -193,7 +195,7 @@ def run(options: argparse.Namespace, folder: str) -> None:
     episodes = recorded(options.prompts, options.samples, options.prompt, options.longest, sizes["vocab_size"])
     make = partial(our_trainer, folder, place, named, options.row)
     limits: dict[str, Any] = {"dtype": named, "temperature": 1.0, "max_tokens": options.row}
-    frozen = partial(Model, ModelSource(folder), place.trainer, trainable=False, **limits)
+    frozen = partial(Model, ModelSource(folder), place.trainer, trainable=False, shared_prompts=True, **limits)
     for row in rows:
         if row in TRAINING:
             steps = pair(row, Step(make(), episodes), make, frozen)

@@ -7,8 +7,9 @@ A group of sequences of one prompt length and of log-normal response lengths, th
     padded      transformers with sdpa over [sequences, longest], as most trainers do it
     dense       transformers with sdpa over one packed row, for which it makes a mask of all tokens against all
     packed      the project's row: batch.to_batch and attention.py
+    shared      the same with the group's prompt in it once (training.shared_prompts)
 
-All three end in the same head over the response tokens, so that what differs is the row. Their loss's gradients are compared first:
+All four end in the same head over the response tokens, so that what differs is the row. Their loss's gradients are compared first:
 exit code 1, and no figures, where the relative error of one is above 1e-5 (fp32; bf16: 5e-2). `of_tokens` is the share of the gain that
 the tokens promise: (padded / packed seconds) / (padded / packed tokens). The last lines: exponents of seconds in the tokens computed.
 """
@@ -60,7 +61,9 @@ class Case:
         starts = torch.arange(len(episodes)) * max(lengths)
         rows = [s + torch.arange(e.num_prompt_tokens - 1, len(e.token_ids) - 1) for s, e in zip(starts, episodes, strict=True)]
         self.padded_rows = torch.cat(rows).to(device)
+        self.once = to_batch(episodes, device, shared_prompts=True)
         self.tokens = {"padded": self.padded_ids.numel(), "dense": sum(lengths), "packed": len(self.batch.token_ids)}
+        self.tokens |= {"shared": len(self.once.token_ids)}
 
     def head(self, model: nn.Module, hidden: Tensor, rows: Tensor) -> Tensor:
         found, _ = logprobs_from_hidden(hidden.flatten(0, 1)[rows], model.get_output_embeddings().weight, self.batch.targets)
@@ -78,26 +81,28 @@ class Case:
     def packed(self) -> Tensor:
         return self.ours(self.batch)[0]
 
-    # Rows in which a group's prompt is computed once: a fourth way belongs here, with its own number of tokens.
+    def shared(self) -> Tensor:
+        return self.ours(self.once)[0]
 
     def run(self, way: str) -> None:
         """The gradients are in the model that the way uses."""
-        model = self.ours.lm if way == "packed" else self.plain
-        model.zero_grad()
-        logprobs = {"padded": self.padded, "dense": self.dense, "packed": self.packed}[way]()
+        self.model(way).zero_grad()
+        logprobs = {"padded": self.padded, "dense": self.dense, "packed": self.packed, "shared": self.shared}[way]()
         (-(logprobs * self.advantages).sum() / len(self.advantages)).backward()
 
     def gradients(self, way: str) -> dict[str, Tensor]:
         self.run(way)
-        model = self.ours.lm if way == "packed" else self.plain
-        return {name: p.grad.detach().clone() for name, p in model.named_parameters() if p.grad is not None}
+        return {name: p.grad.detach().clone() for name, p in self.model(way).named_parameters() if p.grad is not None}
+
+    def model(self, way: str) -> nn.Module:
+        return self.ours.lm if way in ("packed", "shared") else self.plain
 
 
 def disagreements(case: Case, tolerance: float) -> tuple[list[str], dict[str, float]]:
     """Who differs from `padded`, and everyone's largest relative error of a gradient. Also everyone's first, untimed run."""
     expected = case.gradients("padded")
     wrong, errors = [], {}
-    for way in ("dense", "packed"):
+    for way in ("dense", "packed", "shared"):
         found = case.gradients(way)
         by_name = {name: relative_error(found[name], expected[name]) for name in expected}
         name = max(by_name, key=lambda n: by_name[n] if by_name[n] == by_name[n] else float("inf"))
@@ -138,7 +143,7 @@ def run(options: argparse.Namespace) -> None:
             line |= found | share | {"gradient_error": errors.get(way, 0.0)}
             say("pack", f"{options.shape} {sequences} x ({options.prompt} + {options.longest})", **line, **machine)
             lines.append(line)
-    for way in ("padded", "dense", "packed"):
+    for way in ("padded", "dense", "packed", "shared"):
         growing = [line for line in lines if line["way"] == way]
         if len(growing) > 1:
             tokens = [line["tokens"] for line in growing]

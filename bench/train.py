@@ -79,7 +79,7 @@ def our_trainer(folder: str, place: Placement, dtype: str, row_tokens: int, loss
     """loss: None for GRPOLoss as TRL averages it; switches: keys of `training`."""
     cfg = TrainingConfig(steps=10**6, seq_len=min(row_tokens, 8192), max_tokens_per_batch=row_tokens, dtype=dtype, **switches)  # type: ignore[arg-type]
     options: dict[str, Any] = {"dtype": dtype, "temperature": 1.0, "max_tokens": cfg.row_tokens, "trainable": True}
-    policy = Model(ModelSource(folder), place.trainer, switches=cfg.switches, **options)
+    policy = Model(ModelSource(folder), place.trainer, switches=cfg.switches, shared_prompts=cfg.shared_prompts, **options)
     return Trainer(policy, cfg, loss or GRPOLoss(averaging="token"))
 
 
