@@ -10,6 +10,7 @@ which also take turns; their number of tokens and mean log-prob are compared. Ex
     checkpointing   training.activation_checkpointing: full, none
     compile         training.compile: false, true
     shared_prompts  training.shared_prompts: false, true
+    zero_advantages training.skip_zero_advantages: false, true, where every other group's rewards are all equal
     old_logprobs    a pass for the policy's own log-probs before the update, none
     reference       a pass of a reference (beta 0.01), none (beta 0)
     head            the head's general path, loss_from_hidden
@@ -66,7 +67,7 @@ from parallel.placement import Placement
 from rollout.sampling import Sampling
 from trainer import Trainer
 
-TRAINING = ("checkpointing", "compile", "shared_prompts", "old_logprobs", "reference", "head")
+TRAINING = ("checkpointing", "compile", "shared_prompts", "zero_advantages", "old_logprobs", "reference", "head")
 GENERATION = ("async", "detokenising", "graphs")
 ROWS = {"cpu": (*TRAINING, "detokenising"), "cuda": (*TRAINING, *GENERATION)}  # a CPU's engine has neither graphs nor the scheduler
 ENGINES: dict[str, dict[str, Any]] = {  # what `without` changes
@@ -101,11 +102,15 @@ class Step:
 
 
 def pair(row: str, base: Step, make: Callable[..., Trainer], frozen: Callable[[], Model]) -> dict[str, Step]:
-    """`without` and `with`; base has every technique but compile."""
+    """`without` and `with`; base has every technique but compile and the skipping of answers."""
+    flat = [replace(e, advantages=e.advantages * (e.group % 2)) for e in base.episodes]
     made: dict[str, Callable[[], dict[str, Step]]] = {
         "checkpointing": lambda: {"without": replace(base, trainer=make(activation_checkpointing="full")), "with": base},
         "compile": lambda: {"without": base, "with": replace(base, trainer=make(compile=True))},
         "shared_prompts": lambda: {"without": replace(base, trainer=make(shared_prompts=False)), "with": base},
+        "zero_advantages": lambda: {
+            "without": replace(base, episodes=flat), "with": replace(base, trainer=make(skip_zero_advantages=True), episodes=flat),
+        },
         "old_logprobs": lambda: {"without": replace(base, rescored=base.trainer.model), "with": base},
         "reference": lambda: {
             "without": replace(base, trainer=make(loss=GRPOLoss(averaging="token", beta=0.01)), reference=frozen()), "with": base,
@@ -124,7 +129,8 @@ def training_row(row: str, steps: dict[str, Step], options: Any, dtype: torch.dt
         most = peak.mib()
         if usage(device):  # {} on a CPU, where a process keeps what it has had
             peaks[name] = round(most, 1)
-    tolerance = options.tolerance or {k: v for k, v in TOLERANCE[dtype].items()} | {"loss/policy": TOLERANCE[dtype]["grad/norm"]}
+    limit = TOLERANCE[dtype]["grad/norm"]  # not of entropies: answers that are skipped are in no mean
+    tolerance = options.tolerance or {"loss/policy": limit, "grad/norm": limit}
     refuse(differences(first["without"], first["with"], tolerance, f"{row}, without"))
     times = alternate({name: step.run for name, step in steps.items()}, options.rounds)
     return line(times) | ({"peak_mib": peaks} if peaks else {})

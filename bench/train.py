@@ -189,6 +189,7 @@ def run(options: argparse.Namespace, folder: str) -> None:
         times, peaks = {"ours": [timed(ours.step) for _ in range(options.rounds)]}, {"ours": peak.mib()}
     for way, figures in compared(times, list(times)[-1]).items():
         line = line_of(way, figures, tokens, trainer.model.num_parameters, device)
+        line |= {"tokens_computed": int(ours.first["perf/tokens_computed"])} if way == "ours" else {}  # a shared prompt's once
         say("train", case, **line, peak_mib=round(peaks[way], 1), micro_batch=options.micro_batch, **switches, **machine)
     law(options, trainer, make, machine)
 

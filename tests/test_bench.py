@@ -50,8 +50,8 @@ SLOWER = {
     "head": ["--tokens", "32", "64", "--vocabulary", "64", "--rounds", "1"],
     "rollout": ["--prompts", "2", "--samples", "2", "--new", "4", "--rounds", "1", "--lengths", "8", "16"],
     "sync": ["--shapes", "tiny", "--layouts", "1, colocated", "--rounds", "1"],
-    "ablation": ["--rows", "checkpointing", "shared_prompts", "old_logprobs", "reference", "head", "detokenising", "--rounds", "1",
-                 "--longest", "8"],
+    "ablation": ["--rounds", "1", "--longest", "8",
+                 "--rows", "checkpointing", "shared_prompts", "zero_advantages", "old_logprobs", "reference", "head", "detokenising"],
     "step": ["--peer", "none", "--prompts", "2", "--samples", "2", "--new", "4", "--steps", "2", "--rounds", "1"],
 }  # fmt: skip
 KEYS = {
