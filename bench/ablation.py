@@ -199,7 +199,7 @@ def run(options: argparse.Namespace, folder: str) -> None:
     case = f"{options.shape}, {options.prompts} x {options.samples} x ({options.prompt} + {options.longest})"
     sizes = SHAPES[options.shape][1]
     episodes = recorded(options.prompts, options.samples, options.prompt, options.longest, sizes["vocab_size"])
-    make = partial(our_trainer, folder, place, named, options.row)
+    make = partial(our_trainer, folder, place, named, options.row, learning_rate=0.0)  # every step is the first: all do the same
     limits: dict[str, Any] = {"dtype": named, "temperature": 1.0, "max_tokens": options.row}
     frozen = partial(Model, ModelSource(folder), place.trainer, trainable=False, shared_prompts=True, **limits)
     for row in rows:
