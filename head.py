@@ -20,6 +20,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from logits import in_one_go, product_in_fp32, row_gradients, row_sums, wide
+
 Share = Callable[[Tensor, Tensor | None, slice], Tensor]
 
 
@@ -53,13 +55,15 @@ def logprobs_from_hidden(
     chunk_tokens: int | None = None,
     shard: VocabShard | None = None,
     fp32_logits: bool = False,
+    compiled_rows: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probs of `targets` [M] and, when asked, the exact entropy [M] of softmax(logits / temperature), both in fp32.
 
     hidden [M, H], weight [V, H], targets [M] int64, bias [V]; M may be 0. With a softcap (Gemma, 2408.00118) the logits
     are softcap * tanh(logits / softcap). Matrix products run in the dtype of `hidden`, everything after in fp32; fp64
     stays fp64. Gradients reach hidden, weight and bias, from log-probs and entropy alike. fp32_logits: the product is not rounded to
-    the dtype of `hidden` either; a block of logits is then in fp32, and its gradient a second one in that dtype.
+    the dtype of `hidden` either; a block of logits is then in fp32, and its gradient a second one in that dtype. compiled_rows: what is
+    done with a block's rows is compiled (logits.py); its gradient is then a second block, and there are no strips.
 
     Peak memory beside inputs and gradients: a block of logits [chunk_tokens, V] in the dtype of `hidden`, strips of a few
     of its rows in fp32, and, if M > chunk_tokens, the gradient of a narrow weight in fp32 and one chunk's part of it.
@@ -71,7 +75,7 @@ def logprobs_from_hidden(
     >>> logprobs_from_hidden(torch.tensor([[2.0, 0.0]]), torch.eye(2), torch.tensor([0]), temperature=0.5)[0]
     tensor([-0.0181])
     """
-    how = _How.checked(hidden, weight, temperature, softcap, chunk_tokens, shard, fp32_logits)
+    how = _How.checked(hidden, weight, temperature, softcap, chunk_tokens, shard, fp32_logits, compiled_rows)
     return _Logprobs.apply(hidden, weight, bias, targets, how, entropy)
 
 
@@ -88,6 +92,7 @@ def loss_from_hidden(
     chunk_tokens: int | None = None,
     shard: VocabShard | None = None,
     fp32_logits: bool = False,
+    compiled_rows: bool = False,
 ) -> HeadLoss:
     """The sum of what `share` returns for each chunk of tokens, and the log-probs (and entropy) it was given.
 
@@ -104,7 +109,7 @@ def loss_from_hidden(
     tensor([[-0.1192,  0.1192],
             [-0.7311,  0.7311]])
     """
-    how = _How.checked(hidden, weight, temperature, softcap, chunk_tokens, shard, fp32_logits)
+    how = _How.checked(hidden, weight, temperature, softcap, chunk_tokens, shard, fp32_logits, compiled_rows)
     return HeadLoss(*_Loss.apply(hidden, weight, bias, targets, how, entropy, share, torch.is_grad_enabled()))
 
 
@@ -130,11 +135,12 @@ class _How:
     strip_tokens: int  # rows of a chunk that are in fp32 at once
     shard: VocabShard | None
     fp32_logits: bool
+    compiled_rows: bool
 
     @classmethod
     def checked(
         cls, hidden: Tensor, weight: Tensor, temperature: float, softcap: float | None, chunk_tokens: int | None,
-        shard: VocabShard | None, fp32_logits: bool,
+        shard: VocabShard | None, fp32_logits: bool, compiled_rows: bool,
     ) -> "_How":  # fmt: skip
         if not temperature > 0:
             raise ValueError(f"temperature={temperature} must be above 0: log-probs are those of logits / temperature")
@@ -145,11 +151,11 @@ class _How:
             chunk_tokens = default_chunk_tokens(words, hidden.device)
         # On a CPU a strip stays in the cache from the first operation to the last; on a GPU it is long enough to fill it.
         strip = (2**18 if hidden.device.type == "cpu" else 2**25) // max(len(weight), 1)
-        return cls(temperature, softcap, chunk_tokens, max(min(strip, chunk_tokens // 8), 1), shard, fp32_logits)
+        return cls(temperature, softcap, chunk_tokens, max(min(strip, chunk_tokens // 8), 1), shard, fp32_logits, compiled_rows)
 
     def scores(self, logits: Tensor, bias: Tensor | None) -> Tensor:
         """[rows, V] in fp32: a fresh tensor, which the caller may overwrite."""
-        scores = logits.to(_wide(logits), copy=True)
+        scores = logits.to(wide(logits), copy=True)
         if bias is not None:
             scores.add_(bias)
         if self.softcap is not None:
@@ -178,21 +184,10 @@ class _Softmax(NamedTuple):
         return _Softmax(self.logprobs[rows], None if self.entropy is None else self.entropy[rows], self.largest[rows], self.total[rows])
 
 
-def _wide(tensor: Tensor) -> torch.dtype:
-    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
-
-
-def product_in_fp32(hidden: Tensor, weight: Tensor) -> Tensor:
-    """[m, V] in fp32 from hidden [m, H] and weight [V, H], which may be narrower and stay so where the device can."""
-    if hidden.is_cuda and hidden.dtype != torch.float32:
-        return torch.mm(hidden, weight.T, out_dtype=torch.float32)
-    return hidden.float() @ weight.float().T
-
-
 def _chunks(hidden: Tensor, weight: Tensor, how: _How) -> Iterator[tuple[slice, Tensor]]:
     """Every chunk's rows and raw logits, which the caller may overwrite: one block of memory, unless they are wider than `hidden`."""
     chunks = [slice(start, min(start + how.chunk_tokens, len(hidden))) for start in range(0, len(hidden), how.chunk_tokens)]
-    if how.fp32_logits and hidden.dtype != _wide(hidden):
+    if how.fp32_logits and hidden.dtype != wide(hidden):
         yield from ((rows, product_in_fp32(hidden[rows], weight)) for rows in chunks)
         return
     memory = hidden.new_empty(min(how.chunk_tokens, len(hidden)), len(weight))
@@ -202,12 +197,14 @@ def _chunks(hidden: Tensor, weight: Tensor, how: _How) -> Iterator[tuple[slice, 
 
 def _sums(logits: Tensor, bias: Tensor | None, places: Tensor, held: Tensor, how: _How, entropy: bool) -> Tensor:
     """[3 or 4, m] over this rank's words: largest score, sum of e = exp(score - largest), target's score, sum of e (score - largest)."""
-    sums = torch.empty(4 if entropy else 3, len(logits), dtype=_wide(logits), device=logits.device)
+    sums = torch.empty(4 if entropy else 3, len(logits), dtype=wide(logits), device=logits.device)
     lowest = torch.finfo(sums.dtype).min  # of no words at all, the largest; finite, since 0 * inf is no number
     if logits.shape[1] == 0:
         sums.zero_()[0] = lowest
         sums[2] = -torch.inf
         return sums
+    if how.compiled_rows:
+        return in_one_go(row_sums, logits, bias, places, held, how.temperature, how.softcap, entropy)
     for strip in how.strips(logits):
         scores = how.scores(logits[strip], bias)
         sums[0, strip] = largest = scores.amax(-1).clamp_(min=lowest)
@@ -244,15 +241,19 @@ class _Gradients:
         self._hidden, self._weight, self._bias, self._how = hidden, weight, bias, how
         self.hidden = torch.empty_like(hidden) if needed[0] else None
         # Summed over several chunks in bf16, the weight's gradient would lose its last bits to every addition.
-        sum_dtype = _wide(weight) if len(hidden) > how.chunk_tokens else weight.dtype
+        sum_dtype = wide(weight) if len(hidden) > how.chunk_tokens else weight.dtype
         self.weight = torch.zeros_like(weight, dtype=sum_dtype) if needed[1] else None
-        self.bias = torch.zeros_like(bias, dtype=_wide(bias)) if bias is not None and needed[2] else None
+        self.bias = torch.zeros_like(bias, dtype=wide(bias)) if bias is not None and needed[2] else None
 
     def add(
         self, rows: slice, logits: Tensor, places: Tensor, held: Tensor, softmax: _Softmax, slopes: Tensor, entropy_slopes: Tensor | None
     ) -> None:
         """Add those of tokens `rows`, of which all else has [m] or [m, V]; consumes `logits`."""
-        for strip in self._how.strips(logits):
+        fused = self._how.compiled_rows and self.bias is None and logits.shape[1] > 0
+        if fused:
+            options = (self._how.temperature, self._how.softcap, softmax.largest, softmax.total, slopes, softmax.entropy, entropy_slopes)
+            logits = in_one_go(row_gradients, logits, self._bias, places, held, *options)
+        for strip in () if fused else self._how.strips(logits):
             scores = self._how.scores(logits[strip], self._bias)
             entropy_strip = None if entropy_slopes is None else entropy_slopes[strip]
             gradient = self._of_logits(scores, places[strip], held[strip], softmax.rows(strip), slopes[strip], entropy_strip)
@@ -307,7 +308,7 @@ class _Logprobs(torch.autograd.Function):
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, how: _How, want_entropy: bool
     ) -> tuple[Tensor, Tensor | None]:
         places, held = how.own(targets, weight)
-        sums = torch.empty(4 if want_entropy else 3, len(hidden), dtype=_wide(hidden), device=hidden.device)
+        sums = torch.empty(4 if want_entropy else 3, len(hidden), dtype=wide(hidden), device=hidden.device)
         for rows, logits in _chunks(hidden, weight, how):
             sums[:, rows] = _sums(logits, bias, places[rows], held[rows], how, want_entropy)
         softmax = _softmax(sums, how.shard)
@@ -346,7 +347,7 @@ class _Loss(torch.autograd.Function):
         learns: bool,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         places, held = how.own(targets, weight)
-        logprobs = torch.empty(len(hidden), dtype=_wide(hidden), device=hidden.device)
+        logprobs = torch.empty(len(hidden), dtype=wide(hidden), device=hidden.device)
         entropy = torch.empty_like(logprobs) if want_entropy else None
         loss = torch.zeros((), dtype=torch.float64, device=hidden.device)
         learns = learns and any(ctx.needs_input_grad)

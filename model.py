@@ -81,12 +81,12 @@ def head_width(config: Any) -> int:
 class ResponseLogprobs(nn.Module):
     """The language model and its head as one forward, so that FSDP gathers the head's weight for it; or one stage of it."""
 
-    def __init__(self, lm: nn.Module, temperature: float, grid: Grid | None = None, *, fp32_logits: bool = False):
+    def __init__(self, lm: nn.Module, temperature: float, grid: Grid | None = None, switches: Switches = ALL_OFF):
         """grid: whose "tp" ranks have a part of the tokens and of the vocabulary each, whose "cp" ranks share a row, and whose "pp"
         ranks are stages."""
         super().__init__()
         self.lm = lm
-        self.temperature, self.fp32_logits = temperature, fp32_logits
+        self.temperature, self.fp32_logits, self.compiled = temperature, switches.fp32_logits, switches.compiled
         self.words, self.shard = slice(None), None
         self.context = Context.of(grid, "cp") if grid is not None and grid.cp > 1 else None
         self.sequence = Context.of(grid, "tp") if grid is not None and grid.tp > 1 else None
@@ -149,7 +149,7 @@ class ResponseLogprobs(nn.Module):
         bias = None if head.bias is None else head.bias[self.words]
         weight = head.weight if self.shard is None else head.weight[self.words]
         options: dict[str, Any] = {"temperature": self.temperature, "bias": bias, "softcap": softcap, "entropy": True, "shard": self.shard}
-        options["fp32_logits"] = self.fp32_logits
+        options |= {"fp32_logits": self.fp32_logits, "compiled_rows": self.compiled}
         inputs = (selected, weight, targets)
         scored = logprobs_from_hidden(*inputs, **options) if share is None else loss_from_hidden(*inputs, share, **options)
         found = tuple(values for values in scored if values is not None)
@@ -199,7 +199,7 @@ class Model:
             lm.requires_grad_(False)
         self.num_parameters = sum(p.numel() for p in lm.parameters())
         self.is_tied = lm.get_output_embeddings().weight is lm.get_input_embeddings().weight
-        self._module = ResponseLogprobs(lm, temperature, grid, fp32_logits=switches.fp32_logits)
+        self._module = ResponseLogprobs(lm, temperature, grid, switches)
         weights = torch.float32 if trainable else self.dtype
         self._loaded = {name: p.dtype for name, p in lm.named_parameters()}
         with explained("loading the model", MORE_RANKS):

@@ -35,7 +35,7 @@ class TrainingConfig:
     shared_prompts: bool = True  # of GRPO: a prompt is computed once for all its responses in a row; false: for each of them
     dtype: Literal["bfloat16", "float32"] = "bfloat16"  # of computation; the master weights are float32 in either case
     activation_checkpointing: Literal["none", "selective", "full"] = "none"  # keep all; matrix products and attention; a block's input only
-    compile: bool = False  # true: torch.compile of each block but its attention; needs a C++ compiler
+    compile: bool = False  # true: torch.compile of each block but its attention, and of the head's softmax; needs a C++ compiler
     cpu_offload: Literal["none", "optimizer", "parameters"] = "none"  # in host memory: AdamW's moments; weights and gradients as well
     match_sampler: bool = False  # true: bfloat16 is rounded where vLLM rounds it, in dense Llama, Mistral and Qwen (docs/mismatch.md)
     fp32_logits: bool = False  # true: logits are not rounded to bfloat16, in the trainer and in the engine (docs/mismatch.md)

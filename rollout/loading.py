@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from head import product_in_fp32
+from logits import product_in_fp32
 from parallel.weights import Bucket, NamedTensor, checksum
 from rollout.experts import PARTS, expert_slices
 

@@ -31,7 +31,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "losses": {"batch"},
     "losses/check.py": {"batch", "config"},  # tools, which resolve what a user names
     "losses/card.py": {"batch", "config"},
-    "head": {"batch"},
+    "logits": set(),
+    "head": {"batch", "logits"},
     "data": {"batch", "config"},
     "conversations": {"data"},
     "metrics": {"batch", "config", "parallel"},
@@ -124,8 +125,9 @@ def test_no_code_asks_which_role_or_rank_it_is(path):
                 assert not rank, f"line {node.lineno}: ask parallel/ for the share of this rank"
 
 
-# Where CUDA and a CPU may be told apart. head.py: for the size of its blocks of logits, which changes no result.
-KNOWS_DEVICES = {"parallel", "rollout/generator.py", "head.py"}
+# Where CUDA and a CPU may be told apart. head.py: for the size of its blocks of logits, which changes no result; logits.py: for a product
+# that torch has on CUDA alone.
+KNOWS_DEVICES = {"parallel", "rollout/generator.py", "head.py", "logits.py"}
 
 
 def asks_for_the_device(node: ast.AST) -> bool:
