@@ -235,7 +235,7 @@ def packed_attention(
         raise ValueError(f"{type(module).__name__} has attention sinks, which packed attention does not support: take another model")
     if getattr(module, "is_causal", True) is False:
         raise ValueError(f"{type(module).__name__} lets tokens see later ones, which packed attention does not: take a causal model")
-    window = None if sliding_window is None or sliding_window >= segments.max_seqlen else sliding_window
+    window = None if sliding_window is None or sliding_window >= segments.most_keys else sliding_window
     scores = Scores(scaling, window, softcap)
     kernels = KERNELS if query.dtype == value.dtype else SAMPLERS  # rotated in fp32: parallel/rounding.py
     q, k, v = (t[0].transpose(0, 1).to(value.dtype) for t in (query, key, value))  # [N, H, D]

@@ -311,6 +311,7 @@ class _Logprobs(torch.autograd.Function):
         sums = torch.empty(4 if want_entropy else 3, len(hidden), dtype=wide(hidden), device=hidden.device)
         for rows, logits in _chunks(hidden, weight, how):
             sums[:, rows] = _sums(logits, bias, places[rows], held[rows], how, want_entropy)
+            del logits  # before the next block is made, here and below
         softmax = _softmax(sums, how.shard)
         ctx.save_for_backward(hidden, weight, bias, targets, *softmax)
         ctx.how = how
@@ -329,6 +330,7 @@ class _Logprobs(torch.autograd.Function):
         for rows, logits in _chunks(hidden, weight, how):
             entropy_rows = None if entropy_slopes is None else entropy_slopes[rows]
             gradients.add(rows, logits, places[rows], held[rows], softmax.rows(rows), slopes[rows], entropy_rows)
+            del logits
         gradients.sum_over_ranks()
         return *gradients.in_dtypes_of_inputs(), None, None, None
 
@@ -361,6 +363,7 @@ class _Loss(torch.autograd.Function):
             loss += part
             if gradients is not None:
                 gradients.add(rows, logits, places[rows], held[rows], softmax, slopes, entropy_slopes)
+            del logits
         if gradients is not None:
             gradients.sum_over_ranks()
         ctx.gradients = gradients

@@ -313,8 +313,8 @@ class Model:
     def logprobs(self, episodes: list[Episode]) -> dict[int, np.ndarray]:
         """Log-probs of the response tokens, [R] each, of the episodes that this rank's replica runs, by their index.
 
-        {} outside the mesh, and where another stage is the last. Collective over the mesh. The rows are those that training runs, so
-        that on the same ranks and in the same dtype a model that has not moved since gives the very same numbers.
+        {} outside the mesh, and where another stage is the last. Collective over the mesh. The rows are those that one update on all
+        of the episodes runs: on the same ranks and in the same dtype a model that has not moved since gives it the very same numbers.
         """
         if not self.is_local:
             return {}

@@ -1,5 +1,6 @@
 """Rows of logits under torch.compile: the numbers of the head's own steps, and one graph for chunks of any length."""
 
+import weakref
 from typing import Any
 
 import pytest
@@ -7,7 +8,9 @@ import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
 
+import head
 from head import logprobs_from_hidden, loss_from_hidden
+from logits import product_in_fp32
 
 WORDS = 101
 
@@ -50,6 +53,20 @@ def test_compiled_rows_have_the_numbers_of_separate_steps_and_one_graph_serves_c
     for tokens in (16, 29, 50, 7):
         check(tokens, torch.bfloat16, entropy_counts=True)
     assert counters["stats"]["unique_graphs"] == before
+
+
+def test_no_two_blocks_of_fp32_logits_are_alive_at_once(monkeypatch):
+    made: list[weakref.ref[Tensor]] = []
+
+    def product(hidden: Tensor, weight: Tensor) -> Tensor:
+        assert not made or made[-1]() is None, "the block before is still there"
+        block = product_in_fp32(hidden, weight)
+        made.append(weakref.ref(block))
+        return block
+
+    monkeypatch.setattr(head, "product_in_fp32", product)
+    solved(37, torch.bfloat16, True, fp32_logits=True)
+    assert len(made) == 9  # three chunks; the general way computes them again
 
 
 @pytest.mark.slow

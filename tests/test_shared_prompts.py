@@ -17,7 +17,7 @@ from parallel.experts import NAME as EXPERTS
 from parallel.plans import PLANS
 from tests.groups import grouped, some_groups
 from tests.steps import TEMPERATURE, assert_same_gradient, gradient, place, trainer_of  # noqa: F401 - two are fixtures
-from tests.tiny import FAMILIES, SPECIAL_FAMILIES
+from tests.tiny import FAMILIES, SPECIAL_FAMILIES, WINDOW
 
 CPU = torch.device("cpu")
 KNOWN = [family for family in (*FAMILIES, *SPECIAL_FAMILIES) if family in PLANS]
@@ -51,6 +51,15 @@ def test_every_family_has_the_logits_and_gradients_of_prompts_computed_for_each_
     for (name, _), g, w in zip(model.named_parameters(), ours, slopes, strict=True):
         assert w is not None and g is not None, name
         assert (g - w).norm() <= max(tolerance, 1e-6) * w.norm() and w.norm() > 0, name  # transformers' norms have fp32 in them
+
+
+@pytest.mark.parametrize("groups", [[(4, [4, 3, 5])], [(WINDOW, [WINDOW, WINDOW])], [(2, [1, 2])]])
+@pytest.mark.parametrize("family", ["mistral", "gemma2", "gemma3_text"])
+def test_a_window_ends_inside_the_prompt_where_neither_prompt_nor_response_is_longer_than_it(family, groups, checkpoint_of):
+    model = AutoModelForCausalLM.from_pretrained(checkpoint_of(family), dtype=torch.float64, attn_implementation=attention.NAME)
+    with torch.no_grad():
+        want, got = (logits(model, grouped(groups), shared_prompts=shared) for shared in (False, True))
+    assert_close(got, want, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -93,10 +93,11 @@ def test_responses_that_share_a_prompt_are_sdpa_of_each_segment_in_outputs_and_g
         assert figures[what] <= max(2 * figures[f"{what}_sdpa"], 1e-2), f"{what}: {figures}"
 
 
+@pytest.mark.parametrize("groups", [[(9, [12, 1, 3, 70, 7]), (1, [8, 2]), (40, [6]), (100, [30] * 4)], [(4, [4, 3, 5])]])
 @pytest.mark.parametrize("family", [*FAMILIES, "mistral", "gemma2", "gemma3_text"])
-def test_a_row_with_shared_prompts_on_cuda_is_the_row_without(family, checkpoint_of, figures):
-    """In bf16, against fp32, and against bf16 with the prompts computed for each response."""
-    folder, episodes = checkpoint_of(family, kv_heads=2), grouped([(9, [12, 1, 3, 70, 7]), (1, [8, 2]), (40, [6]), (100, [30] * 4)])
+def test_a_row_with_shared_prompts_on_cuda_is_the_row_without(family, groups, checkpoint_of, figures):
+    """In bf16, against fp32, and against bf16 with the prompts computed for each response. A window may end inside a short prompt."""
+    folder, episodes = checkpoint_of(family, kv_heads=2), grouped(groups)
 
     def measured(dtype: torch.dtype, shared: bool) -> list[torch.Tensor]:
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=attention.NAME).to(CUDA)
