@@ -25,6 +25,11 @@ def product_in_fp32(hidden: Tensor, weight: Tensor) -> Tensor:
     return hidden.float() @ weight.float().T
 
 
+def operand(weight: Tensor) -> Tensor:
+    """A narrower weight as `product_in_fp32` can take it again and again without a cast."""
+    return weight if weight.is_cuda else weight.float()
+
+
 def row_sums(
     logits: Tensor, bias: Tensor | None, places: Tensor, held: Tensor, temperature: float, softcap: float | None, entropy: bool
 ) -> Tensor:

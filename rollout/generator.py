@@ -114,7 +114,7 @@ class Generator:
         set_threads(threads)
         torch.set_float32_matmul_precision(precision)
         if switches.fp32_logits:
-            widen_head(self._model())
+            self._loader.before = widen_head(self._model())
         self.live_bytes = allocated(place.device) - before
         if self._sleeps:
             weights = before if policy_bytes is None else policy_bytes

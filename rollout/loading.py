@@ -8,13 +8,13 @@ directly from then on. Whatever vLLM changes on the way, in shape, in type or in
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from logits import product_in_fp32
+from logits import operand, product_in_fp32
 from parallel.weights import Bucket, NamedTensor, checksum
 from rollout.experts import PARTS, expert_slices
 
@@ -57,6 +57,7 @@ class Loader:
     def __init__(self, replica: dist.ProcessGroup, inside: Callable[[], AbstractContextManager[None]]):
         """replica: the engine's ranks. inside: entered around every call into vLLM."""
         self.cuts: dict[str, Cut] = {}  # by the checkpoint's names
+        self.before: Callable[[], None] = lambda: None  # called when the weights are about to change
         self._replica, self._inside = replica, inside
         self._places: Places | None = None
 
@@ -65,6 +66,7 @@ class Loader:
         """Drain `buckets` into the engine's `model` and verify it. Collective over the replica. RuntimeError where a name is
         unknown, a tensor missing or different.
         """
+        self.before()
         if self._places is None or not self._places.hold(model):
             self._places = Places(model)
         expected: Expected = {}
@@ -164,15 +166,29 @@ def pads_vocabulary(module: nn.Module) -> bool:
     return isinstance(getattr(module, "org_vocab_size", None), int)
 
 
-def widen_head(model: nn.Module) -> None:
-    """Have an engine's head make fp32 logits of its weights and hidden states as they are. (vLLM 0.32 has `head_dtype`, 0.25 not.)"""
-    head = model.lm_head
+def widen_head(model: nn.Module) -> Callable[[], None]:
+    """Have an engine's head make fp32 logits of its weights and hidden states as they are. (vLLM 0.32 has `head_dtype`, 0.25 not.)
+
+    Returns what must be called when the weights change: on a CPU it keeps them in fp32, for a cast takes longer than the product.
+    ValueError where the model has no head that we know. Some of vLLM's tied models, as Gemma 2, have none but the embedding.
+    """
+    modules = dict(model.named_modules())
+    head: Any = modules.get("lm_head") or modules.get("model.embed_tokens")
+    if head is None or not pads_vocabulary(head):
+        raise ValueError(
+            f"training.fp32_logits=true: vLLM's {type(model).__name__} has neither lm_head nor model.embed_tokens, whose product could be "
+            f"widened; set it to false"
+        )
+    kept: list[Tensor] = []
 
     def apply(layer: nn.Module, hidden: Tensor, bias: Tensor | None = None) -> Tensor:
-        logits = product_in_fp32(hidden, layer.weight)
+        if not kept:
+            kept.append(operand(layer.weight))
+        logits = product_in_fp32(hidden, kept[0])
         return logits if bias is None else logits + bias
 
     head.quant_method.apply = apply
+    return kept.clear
 
 
 def checkpoint_slices(model: nn.Module) -> dict[str, Tensor]:

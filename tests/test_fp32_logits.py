@@ -1,5 +1,6 @@
 """training.fp32_logits: the head's product is not rounded, and its gradients stay what they were."""
 
+import json
 from typing import Any
 
 import pytest
@@ -7,7 +8,9 @@ import torch
 
 from head import logprobs_from_hidden, loss_from_hidden
 from losses import GRPOLoss
+from rollout.loading import widen_head
 from tests.steps import gradient, place, some_episodes, trainer_of  # noqa: F401 - two are fixtures
+from tests.world import run_script
 
 
 def problem(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -60,3 +63,19 @@ def test_in_fp32_no_bit_of_a_step_changes(trainer_of):  # noqa: F811
 def test_in_bf16_the_policys_log_probs_change(trainer_of):  # noqa: F811
     plain, wide = (trainer_of(GRPOLoss(beta=0.1), dtype="bfloat16", fp32_logits=on) for on in (False, True))
     assert plain.update(some_episodes(), 0)["entropy/nll"] != wide.update(some_episodes(), 0)["entropy/nll"]
+
+
+def test_a_model_without_a_head_that_we_know_is_refused_by_its_name():
+    with pytest.raises(ValueError, match="training.fp32_logits=true: vLLM's Identity has neither lm_head nor model.embed_tokens"):
+        widen_head(torch.nn.Identity())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "tied"), [("gemma2", True), ("llama", False), ("qwen3", True)])
+def test_an_engine_does_not_round_its_logits_before_and_after_new_weights(checkpoint_of, tmp_path, family, tied):
+    report = tmp_path / "report.json"
+    run_script(1, "tests/fp32_engine_driver.py", checkpoint_of(family, tied=tied), report)
+    found = json.loads(report.read_text())
+    assert found["tokens"] > 0
+    for when in ("first", "loaded again"):
+        assert found[when]["engine"] < 1e-5 < 1e-3 < found[when]["rounded"]
