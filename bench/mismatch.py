@@ -141,8 +141,9 @@ def main() -> None:
     parser.add_argument("--engine", type=json.loads, default={}, help="further vLLM engine arguments, a JSON object")
     options = parser.parse_args()
     source = ModelSource(*model_source(options.model))
-    check_family(source.read(AutoConfig))
-    prompts, _ = read_prompts(options.prompts, source.tokenizer())
+    config = source.read(AutoConfig)
+    check_family(config)
+    prompts, _ = read_prompts(options.prompts, source.tokenizer(), config.vocab_size)
     seq_len = max(len(p.token_ids) for p in prompts) + options.tokens + 1
     chosen = {key: vars(options)[key] for key in ("dtype", "temperature", "device", "engine")}
     doctor = Doctor(source, seq_len=seq_len, seed=0, **chosen)

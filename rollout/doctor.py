@@ -4,9 +4,9 @@
         [--fp32-logits] [--compiled] [--device auto] [--json]
 
 MODEL is a folder or a hub id. The engine samples, then both sides compute the very same token ids: the engine as it sampled them
-(token by token) and as a prompt, the trainer in one packed row as in a run, and a sequence at a time. docs/mismatch.md says how to
-read it. --prompts: a JSON object a line with {"prompt": text} or {"prompt_token_ids": [...]}, and if nothing is to be sampled
-"response_token_ids".
+(token by token) and as a prompt, the trainer in one packed row with equal prompts in it once, as in a run, and a sequence at a time.
+docs/mismatch.md says how to read it. --prompts: a JSON object a line with {"prompt": text} or {"prompt_token_ids": [...]}, and if
+nothing is to be sampled "response_token_ids".
 """
 
 import argparse
@@ -25,6 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from transformers import AutoConfig
 
 from batch import Completion, Episode, Group, Prompt, to_batch, to_episodes
 from config import model_source
@@ -51,6 +52,7 @@ PAIRS = (
     ("trainer", "sampled"), ("prefill", "sampled"), ("trainer_alone", "prefill"), ("trainer", "trainer_alone"), ("sampled", "truth"),
     ("prefill", "truth"), ("trainer", "truth"),
 )  # fmt: skip
+ANSWERS = 2  # sampled for each prompt, so that a row has a prompt that is shared
 CHUNK = 256  # tokens whose logits are in memory at once
 
 
@@ -125,8 +127,8 @@ class Doctor:
     def sync(self) -> None:
         self.generator.load(stream_weights(self.trainer.shards(), self.place, self.generator.dtype), version=0)
 
-    def sample(self, prompts: list[Prompt], tokens: int) -> list[Episode]:
-        groups = self.generator.generate(prompts, 1, Sampling(self.temperature, max_new_tokens=tokens, seed=self.seed))
+    def sample(self, prompts: list[Prompt], tokens: int, answers: int = 1) -> list[Episode]:
+        groups = self.generator.generate(prompts, answers, Sampling(self.temperature, max_new_tokens=tokens, seed=self.seed))
         return to_episodes(groups, mask_truncated=False, old_from_sampler=False)
 
     def examine(self, episodes: list[Episode]) -> dict[str, Any]:
@@ -148,7 +150,7 @@ class Doctor:
             logprobs["trainer_alone"].append(logprobs_of_trainer)
             logprobs["truth"].append(logprobs_of_truth)
         found = {name: np.concatenate(parts) for name, parts in logprobs.items() if parts}
-        found["trainer"] = scored(self.trainer, episodes)[1]
+        row, found["trainer"] = scored(self.trainer, episodes, shared_prompts=True)
         if all(episode.gen_logprobs is not None for episode in episodes):
             found["sampled"] = np.concatenate([episode.gen_logprobs for episode in episodes if episode.gen_logprobs is not None])
         table = {place: {name: vars(far) | {"relative": far.relative} for name, far in sides.items()} for place, sides in places.items()}
@@ -157,6 +159,7 @@ class Doctor:
             "temperature": self.temperature,
             "sequences": len(episodes),
             "response_tokens": len(found["truth"]),
+            "row_tokens": len(row["embedding"]),
             "places": {place: {name: _shown(far) for name, far in sides.items()} for place, sides in table.items()},
             "first_difference": next((place for place, sides in places.items() if sides["gap"].largest > 0), None),
             "suspect": self._suspect(places),
@@ -190,10 +193,10 @@ class Doctor:
 
 
 @torch.no_grad()
-def scored(model: Model, row: list[Episode]) -> tuple[dict[str, Tensor], np.ndarray]:
-    """What the modules of a model compute of a packed row, and the log-probs of its response tokens."""
+def scored(model: Model, row: list[Episode], *, shared_prompts: bool = False) -> tuple[dict[str, Tensor], np.ndarray]:
+    """What the modules of a model compute of a packed row, and the log-probs of its response tokens. shared_prompts: as in `to_batch`."""
     with traced(model.local.lm) as found:
-        logprobs, _ = model.local(to_batch(row, model.device))
+        logprobs, _ = model.local(to_batch(row, model.device, shared_prompts=shared_prompts))
     return found, logprobs.cpu().numpy()
 
 
@@ -235,25 +238,63 @@ def text(report: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def read_prompts(path: Path | None, tokenizer: Any) -> tuple[list[Prompt], list[Group]]:
-    """What is to be sampled from, and what is there already. ValueError names a line that is neither."""
-    lines = [json.dumps({"prompt": p}) for p in PROMPTS] if path is None else path.read_text().splitlines()
-    prompts, given = [], []
-    for number, line in enumerate(line for line in lines if line.strip()):
-        row = json.loads(line)
+def read_prompts(path: Path | None, tokenizer: Any, vocabulary: int) -> tuple[list[Prompt], list[Group]]:
+    """What is to be sampled from, and what is there already. ValueError names a line that is neither, or an id beyond the vocabulary."""
+    prompts: list[Prompt] = []
+    given: list[Group] = []
+    for number, line in enumerate(_lines(path), 1):
+        if not line.strip():
+            continue
+        where = f"--prompts={path}: line {number}"
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{where} is not JSON: {error}") from error
         if not isinstance(row, dict) or not row.keys() & {"prompt", "prompt_token_ids"}:
-            raise ValueError(f"{path}: line {number + 1} has neither prompt nor prompt_token_ids")
-        ids = row.get("prompt_token_ids") or tokenizer(row["prompt"]).input_ids
-        if not ids:
-            raise ValueError(f"{path}: line {number + 1} has a prompt without a token")
-        prompt = Prompt(number, ids)
+            raise ValueError(f"{where} has neither prompt nor prompt_token_ids")
+        if "prompt_token_ids" in row:
+            ids = _token_ids(row, "prompt_token_ids", vocabulary, where)
+        elif not isinstance(row["prompt"], str) or not (ids := tokenizer(row["prompt"]).input_ids):
+            raise ValueError(f"{where} has a prompt without a token: it must be a text")
+        prompt = Prompt(len(prompts) + len(given), ids)
         if "response_token_ids" in row:
-            given.append(Group(prompt, [Completion("", row["response_token_ids"], [0.0] * len(row["response_token_ids"]))]))
+            response = _token_ids(row, "response_token_ids", vocabulary, where)
+            given.append(Group(prompt, [Completion("", response, [0.0] * len(response))]))
         else:
             prompts.append(prompt)
     if not prompts and not given:
-        raise ValueError(f"{path} has no line")
+        raise ValueError(f"--prompts={path} has no line")
     return prompts, given
+
+
+def _lines(path: Path | None) -> list[str]:
+    if path is None:
+        return [json.dumps({"prompt": prompt}) for prompt in PROMPTS]
+    try:
+        return path.read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"--prompts={path} cannot be read: {error}") from error
+
+
+def _token_ids(row: dict[str, Any], key: str, vocabulary: int, where: str) -> list[int]:
+    ids = row[key]
+    if not isinstance(ids, list) or not ids:
+        raise ValueError(f"{where}: {key} must be a list of at least one token id")
+    wrong = [token for token in ids if type(token) is not int or not 0 <= token < vocabulary]
+    if wrong:
+        raise ValueError(f"{where}: {key} has {json.dumps(wrong[0])}, which is no token id of the model: 0 to {vocabulary - 1}")
+    return ids
+
+
+def engine_arguments(value: str) -> dict[str, Any]:
+    """What --engine says. ValueError where that is no JSON object."""
+    try:
+        found = json.loads(value)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"--engine={value}: must be a JSON object of vLLM engine arguments ({error})") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"--engine={value}: must be a JSON object of vLLM engine arguments")
+    return found
 
 
 def main() -> None:
@@ -261,11 +302,11 @@ def main() -> None:
     parser.add_argument("model", help="folder or hub id")
     parser.add_argument("--dtype", choices=WIDER, default="bfloat16", help="of both sides; the truth is computed in the next wider")
     parser.add_argument("--temperature", type=float, default=1.0)
-    parser.add_argument("--tokens", type=int, default=64, help="sampled for each prompt at most")
+    parser.add_argument("--tokens", type=int, default=64, help="of an answer at most; each prompt gets two answers")
     parser.add_argument("--prompts", type=Path, help="JSON lines; default: four short ones")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--engine", type=json.loads, default={}, help="further vLLM engine arguments, a JSON object")
+    parser.add_argument("--engine", default="{}", help="further vLLM engine arguments, a JSON object")
     parser.add_argument("--compiled", action="store_true", help="the engine with graphs, as a run has it on CUDA: log-probs only")
     parser.add_argument("--match", action="store_true", help="the trainer with training.match_sampler")
     parser.add_argument("--fp32-logits", action="store_true", help="both sides with training.fp32_logits")
@@ -273,8 +314,12 @@ def main() -> None:
     options = parser.parse_args()
     if not options.temperature > 0:
         raise ValueError(f"--temperature={options.temperature}: must be above 0, for log-probs are those of logits / temperature")
+    if options.tokens < 1:
+        raise ValueError(f"--tokens={options.tokens}: must be at least 1")
+    options.engine = engine_arguments(options.engine)
     source = ModelSource(*model_source(options.model))
-    prompts, given = read_prompts(options.prompts, source.tokenizer())
+    vocabulary = source.read(AutoConfig).get_text_config().vocab_size
+    prompts, given = read_prompts(options.prompts, source.tokenizer(), vocabulary)
     longest = max(
         [len(p.token_ids) + options.tokens for p in prompts] + [len(g.prompt.token_ids) + len(g.completions[0].token_ids) for g in given]
     )
@@ -282,7 +327,7 @@ def main() -> None:
     switches = Switches(matched=options.match, fp32_logits=options.fp32_logits)
     with _quiet():
         doctor = Doctor(source, seq_len=longest + 1, switches=switches, compiled=options.compiled, **chosen)
-        episodes = doctor.sample(prompts, options.tokens) if prompts else []
+        episodes = doctor.sample(prompts, options.tokens, ANSWERS) if prompts else []
         for episode in to_episodes(given, mask_truncated=False, old_from_sampler=False):
             episode.gen_logprobs = None  # nobody sampled it here
             episodes.append(episode)

@@ -31,10 +31,11 @@ def fault(weight: Tensor) -> Iterator[None]:
 def main() -> None:
     model, report = sys.argv[1:]
     source = ModelSource(model)
-    prompts, _ = read_prompts(None, source.tokenizer())
+    prompts, _ = read_prompts(None, source.tokenizer(), 17)
     doctor = Doctor(source, dtype="float32", temperature=0.7, seq_len=128, device="cpu", engine={}, seed=0)
-    episodes = doctor.sample(prompts, 12)
-    found = {"healthy": doctor.examine(episodes)}
+    episodes = doctor.sample(prompts, 12, answers=2)
+    found: dict = {"healthy": doctor.examine(episodes)}
+    found["tokens of prompts"] = sum(len(prompt.token_ids) for prompt in prompts)
     engine = doctor.generator._model()
     with fault(engine.get_submodule("model.layers.1.mlp.down_proj").weight):
         found["engine"] = doctor.examine(episodes)

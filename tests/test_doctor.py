@@ -58,6 +58,12 @@ def test_log_probs_are_compared_as_sampled_as_a_prompt_packed_alone_and_in_more_
     assert found["given"]["sequences"] == 1 and 0 < found["given"]["response_tokens"] <= 12
 
 
+def test_the_packed_row_has_a_prompt_once_for_its_two_answers(found):
+    report = found["healthy"]
+    assert report["sequences"] == 8
+    assert report["row_tokens"] == report["response_tokens"] + found["tokens of prompts"]
+
+
 @pytest.mark.parametrize(("side", "place"), [("engine", "layers.1.after_mlp"), ("trainer", "layers.0.self_attn.qkv")])
 def test_a_weight_changed_on_one_side_is_found_at_its_layer_and_on_its_side(found, side, place):
     report = found[side]
@@ -95,23 +101,45 @@ def test_a_gap_is_summed_up_as_in_a_runs_log():
     [
         (["/there/is/none"], "model=/there/is/none cannot be loaded: there is no such folder"),
         (["/there/is/none", "--temperature", "0"], "--temperature=0.0: must be above 0"),
+        (["/there/is/none", "--tokens", "0"], "--tokens=0: must be at least 1"),
+        (["/there/is/none", "--engine", "{max_num_seqs: 4}"], "--engine={max_num_seqs: 4}: must be a JSON object"),
+        (["/there/is/none", "--engine", "[1]"], r"--engine=\[1\]: must be a JSON object"),
+        (["TINY", "--prompts", "/there/is/none.jsonl"], "--prompts=/there/is/none.jsonl cannot be read: .*No such file"),
     ],
 )
-def test_what_cannot_be_examined_is_said_before_an_engine_starts(monkeypatch, arguments, told):
-    monkeypatch.setattr(sys, "argv", ["doctor", *arguments])
+def test_what_cannot_be_examined_is_said_before_an_engine_starts(monkeypatch, tiny_qwen3, arguments, told):
+    monkeypatch.setattr(sys, "argv", ["doctor", *(str(tiny_qwen3) if argument == "TINY" else argument for argument in arguments)])
     monkeypatch.setattr(doctor, "Doctor", None)
     with pytest.raises(ValueError, match=told):
         doctor.main()
 
 
-def test_a_line_that_is_no_prompt_is_named(tmp_path, tiny_qwen3):
+def test_lines_are_to_be_sampled_from_or_have_their_response(tmp_path):
     path = tmp_path / "prompts.jsonl"
     path.write_text('{"prompt_token_ids": [3, 4], "response_token_ids": [5]}\n{"prompt_token_ids": [3]}\n')
-    prompts, given = read_prompts(path, None)
+    prompts, given = read_prompts(path, None, 17)
     assert [p.token_ids for p in prompts] == [[3]] and [g.completions[0].token_ids for g in given] == [[5]]
-    path.write_text('{"prompt_token_ids": [3, 4]}\n{"text": "7+5="}\n')
-    with pytest.raises(ValueError, match="line 2 has neither prompt nor prompt_token_ids"):
-        read_prompts(path, None)
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ('{"text": "7+5="}', "has neither prompt nor prompt_token_ids"),
+        ("7+5=", "is not JSON: "),
+        ('{"prompt": 7}', "has a prompt without a token"),
+        ('{"prompt_token_ids": []}', ": prompt_token_ids must be a list of at least one token id"),
+        ('{"prompt_token_ids": [3, 17]}', ": prompt_token_ids has 17, which is no token id of the model: 0 to 16"),
+        ('{"prompt_token_ids": [3], "response_token_ids": []}', ": response_token_ids must be a list of at least one token id"),
+        ('{"prompt_token_ids": [3], "response_token_ids": [-1]}', ": response_token_ids has -1, which is no token id"),
+        ('{"prompt_token_ids": [3], "response_token_ids": ["3"]}', ': response_token_ids has "3", which is no token id'),
+    ],
+)
+def test_a_line_that_is_no_prompt_is_named(tmp_path, line, told):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt_token_ids": [3, 4]}\n\n' + line + "\n")
+    with pytest.raises(ValueError) as error:
+        read_prompts(path, None, 17)
+    assert f"--prompts={path}: line 3" in str(error.value) and told in str(error.value)
 
 
 @pytest.mark.slow
