@@ -18,7 +18,8 @@ which also take turns; their number of tokens and mean log-prob are compared. Ex
     detokenising    in the engine, after it
     graphs          generator.enforce_eager: true, false
 
-`speedup` is seconds without over seconds with, of the same turn. Without --rows: all that the device knows.
+`speedup` is seconds without over seconds with, of the same turn. Without --rows: all that the device
+knows; one that it does not know is refused.
 """
 
 import argparse
@@ -61,6 +62,7 @@ from bench.shapes import SHAPES, write_checkpoint
 from bench.train import TOLERANCE, our_trainer, recorded
 from losses import GRPOLoss
 from model import Model, ModelSource
+from parallel.hardware import device_type
 from parallel.launch import launch
 from parallel.memory import usage
 from parallel.placement import Placement
@@ -228,6 +230,9 @@ def main() -> None:
     parser.add_argument("--engine", nargs=2, help=argparse.SUPPRESS)
     parser.add_argument("--model", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    kind = device_type(options.device)
+    if unknown := [row for row in options.rows or () if row not in ROWS[kind]]:
+        parser.error(f"--rows {' '.join(unknown)}: not on the device {kind}, which has the rows {' '.join(ROWS[kind])}")
     with tempfile.TemporaryDirectory() as folder:
         launch(lambda: run(options, folder))
 

@@ -8,6 +8,9 @@ Simulated lengths, log-normal, of which no tensor is made: a CPU's business wher
     sorted      the same, longest first
     plan_rows   batch.plan_rows: longest first to the least loaded replica, rows first-fit
 
+A GRPO run with training.shared_prompts deals otherwise, by packing.plan_shared_rows: it keeps the answers to a prompt together and
+counts their prompt once a row, so its tokens are other ones and nothing here speaks of it.
+
 `imbalance` is the busiest replica's tokens over the mean, `imbalance_flops` the same with attention's share of a layer counted (the
 shape of Qwen3-1.7B); `padding` is the share of the rows, as many on every replica, that is empty. Milliseconds are CPU time. Exit code
 1, and no figures, where a deal loses a sequence or fills a row beyond its size. The last lines: the exponents of time in sequences;
@@ -23,7 +26,7 @@ from typing import Any
 import torch
 
 from batch import plan_rows
-from bench.measure import alternate, exponent, figure, refuse, say, spread, where
+from bench.measure import alternate, exponent, figure, positive, refuse, say, spread, where
 from bench.shapes import SHAPES, lengths_drawn
 
 Deal = list[list[list[int]]]  # [replica][row] -> sequences
@@ -79,9 +82,9 @@ def quality(deal: Deal, lengths: list[int], row: int) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5, help="timed runs of each deal")
-    parser.add_argument("--replicas", type=int, default=8)
-    parser.add_argument("--sequences", type=int, nargs="+", default=[512, 1024, 2048, 4096], help="one case each")
+    parser.add_argument("--rounds", type=positive, default=5, help="timed runs of each deal")
+    parser.add_argument("--replicas", type=positive, default=8)
+    parser.add_argument("--sequences", type=positive, nargs="+", default=[512, 1024, 2048, 4096], help="one case each")
     parser.add_argument("--row", type=int, default=16384, help="tokens of a row at most")
     parser.add_argument("--prompt", type=int, default=128, help="tokens of every prompt")
     parser.add_argument("--longest", type=int, default=2048, help="tokens of a response at most")

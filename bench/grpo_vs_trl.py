@@ -9,12 +9,13 @@
 Each run is a process of its own, since each wants the GPU for itself; they alternate, A B C, C B A. Shared are the checkpoint (bf16
 files), the prompts and their order, sampling (temperature 1, every answer exactly as long: the tokenizer's end of sequence is no word
 of the model's), learning rate, clipping, fp32 weights and AdamW with bf16 computation, and vLLM, colocated with sleep and the same share
-of the memory. TRL keeps its defaults otherwise: padded micro-batches of --micro-batch sequences, activation checkpointing, its pass for
-old log-probs.
+of the memory. TRL keeps its defaults otherwise: eager (torch_compile is false), padded micro-batches of --micro-batch sequences, activation
+checkpointing, its pass for old log-probs. Ours has training.compile=true, which is not its default; `--ours KEY=VALUE ...` replaces that,
+and `--ours` with nothing after it leaves train_grpo.py's defaults.
 
-JSON lines and refusals are those of bench.step; `mfu_of_product` compares 6 FLOP a parameter and token with a bf16 product of 8192 x 8192
-measured in the same run. TRL needs vLLM 0.22 to 0.31. With --folder a call that was ended goes on after the last whole run. For a
-machine without FlashInfer: VLLM_USE_FLASHINFER_SAMPLER=0.
+JSON lines and refusals are those of bench.step; `mfu_of_product` compares 6 FLOP a parameter and computed token with a bf16 product of
+8192 x 8192 measured in the same run. TRL needs vLLM 0.22 to 0.31. With --folder a call that was ended goes on after the last whole run,
+where versions, commit and device are still the same. For a machine without FlashInfer: VLLM_USE_FLASHINFER_SAMPLER=0.
 """
 
 import argparse

@@ -158,11 +158,14 @@ class Peak:
 
 def where(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
     """What every line says of the machine: device, dtype, threads, versions of the packages that are there."""
+    found = {"device": device.type, "name": name_of(device), "dtype": str(dtype).removeprefix("torch.")}
+    return found | {"threads": torch.get_num_threads(), "versions": versions()}
+
+
+def name_of(device: torch.device) -> str:
+    """The GPU's or the processor's. On a GPU it takes memory there for as long as this process lives."""
     names = {"cpu": platform.processor() or platform.machine()}
-    name = names.get(device.type) or torch.cuda.get_device_name(device)
-    return {"device": device.type, "name": name, "dtype": str(dtype).removeprefix("torch."), "threads": torch.get_num_threads()} | {
-        "versions": versions()
-    }
+    return names.get(device.type) or torch.cuda.get_device_name(device)
 
 
 def versions() -> dict[str, str]:
@@ -207,10 +210,21 @@ def alone(device: str) -> Placement:
     return Placement.build(plan, device)
 
 
+def positive(text: str) -> int:
+    """An argument that is a whole number of 1 or more, for argparse."""
+    try:
+        number = int(text)
+    except ValueError:
+        number = 0
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text} is no whole number of 1 or more")
+    return number
+
+
 def arguments(doc: str | None, *, rounds: int) -> argparse.ArgumentParser:
     """With what every bench takes."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=rounds, help="timed runs of each way, after one that is not counted")
+    parser.add_argument("--rounds", type=positive, default=rounds, help="timed runs of each way, after one that is not counted")
     parser.add_argument("--threads", type=int, default=1, help="of torch")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), help="of the computation; default: float32 on a CPU, else bfloat16")
@@ -223,11 +237,14 @@ def dtype_of(name: str | None, device: torch.device) -> torch.dtype:
 
 
 def differences(found: dict[str, float], expected: dict[str, float], tolerance: dict[str, float], who: str) -> list[str]:
-    """Where a number of `found` is not within tolerance[name] x max(1, |expected|) of what is expected, in words. NaN never is."""
+    """Where a number of `found` is not near what is expected, in words. NaN never is.
+
+    Near is within tolerance[name] x max(1, |expected|), and x |expected| for grad/*: a norm may be small, and wrong by a factor.
+    """
     wrong = []
     for name, allowed in tolerance.items():
-        error = abs(found[name] - expected[name])
-        if not error <= allowed * max(1.0, abs(expected[name])):
+        error, least = abs(found[name] - expected[name]), 0.0 if name.startswith("grad/") else 1.0
+        if not error <= allowed * max(least, abs(expected[name])):
             wrong.append(f"{who}: {name} is {found[name]:.6g} and should be {expected[name]:.6g} (tolerance {allowed:g})")
     return wrong
 

@@ -29,7 +29,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from batch import Group, Prompt
-from bench.measure import alone, alternate, arguments, compared, dtype_of, figure, line_through, refuse, say, stop, timed, where
+from bench.measure import alone, alternate, arguments, compared, dtype_of, figure, line_through, positive, refuse, say, stop, timed, where
 from bench.shapes import PAD, SHAPES, write_checkpoint
 from model import Model, ModelSource
 from parallel.hardware import computes_reproducibly
@@ -190,10 +190,10 @@ def law(points: list[tuple[float, float, float]], sizes: dict[str, Any], dtype: 
 def main() -> None:
     parser = arguments(__doc__, rounds=3)
     parser.add_argument("--shape", choices=SHAPES, default="tiny", help="of the model")
-    parser.add_argument("--prompts", type=int, nargs="+", default=[4, 8], help="of a call; one case each")
-    parser.add_argument("--samples", type=int, default=4, help="of a prompt")
-    parser.add_argument("--lengths", type=int, nargs="+", default=[32, 96], help="tokens of a prompt; one case each")
-    parser.add_argument("--new", type=int, default=32, help="tokens of an answer")
+    parser.add_argument("--prompts", type=positive, nargs="+", default=[4, 8], help="of a call; one case each")
+    parser.add_argument("--samples", type=positive, default=4, help="of a prompt")
+    parser.add_argument("--lengths", type=positive, nargs="+", default=[32, 96], help="tokens of a prompt; one case each")
+    parser.add_argument("--new", type=positive, default=32, help="tokens of an answer")
     parser.add_argument("--memory", type=float, default=0.4, help="generator.gpu_memory_utilization")
     parser.add_argument("--eager", action="store_true", help="generator.enforce_eager")
     parser.add_argument("--gap", type=float, help="mean difference of log-probs that is allowed")

@@ -14,14 +14,14 @@ from typing import Any
 import torch
 
 from bench import trl_peer
-from bench.measure import now, since, stop, tell
+from bench.measure import now, since, stop, tell, versions
 from config import Call
 from data import DatasetConfig, PromptStream
 from model import ModelSource
 from parallel.hardware import device_type
 
 ROOT = Path(__file__).resolve().parent.parent
-PHASES = ("generate", "reward", "logp_old", "train", "sleep", "sync")
+PHASES = ("generate", "reward", "data", "logp_old", "train", "sleep", "sync", "log")
 LONGEST_RUN_S = 3600
 
 
@@ -142,6 +142,15 @@ def run_trl(spec: dict[str, Any]) -> list[dict[str, float]]:
     options = dict(spec["reward"])
     reward = Call(options.pop("fn"), options).resolve()
     return trl_peer.run(peer, rows, trl_peer.texts_only(reward))
+
+
+def state_of(device: str) -> dict[str, Any]:
+    """What, beside the work, a run's figures are of: versions, commit, device's name. The name of a GPU is asked by a process that ends."""
+    shown = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True) if shutil.which("git") else None
+    commit = shown.stdout.strip() if shown and shown.returncode == 0 else "no git"
+    asks = f"import torch; from bench.measure import name_of; print(name_of(torch.device({device_type(device)!r})))"
+    name = subprocess.run([sys.executable, "-c", asks], cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True).stdout.splitlines()[-1]
+    return {"versions": versions(), "commit": commit, "device": name}
 
 
 def product_flops(size: int, rounds: int = 5) -> float:

@@ -8,9 +8,13 @@ each wants the device for itself, take turns: ours, trl, trl, ours. Their first 
 
 On a CPU TRL samples with transformers' generate: its colocated mode starts vLLM's CPU build but cannot load new weights into it.
 A line a way: medians over its steps of the whole step and of each phase (wall time: a CPU must be idle for them to mean anything),
-tokens/s, GiB of the training phase. `unexplained` is what is in no phase; `computed_share` says how many of the tokens were computed, where
-prompts are shared. Exit code 1, and no figures, where the ways trained on other numbers of tokens, or their first step's loss, entropy
-or log-probs differ.
+tokens/s, GiB of the training phase. `training_s` is train and logp_old; making a scored batch of what was sampled, fetching rows and
+logging are in data and log on both sides. In train: ours has Trainer.train, packing included; TRL, its forward and backward passes, the
+optimizer, shuffling and splitting the batch, its callbacks. In sleep: both engines' sleep and waking, but what is woken to be loaded,
+which is in TRL's sync, and the KV cache, in ours; TRL's also has reading log-probs out of outputs, which ours has in generate.
+`unexplained` is what is in no phase; `computed_share` says how many of the tokens were computed, where prompts are shared, and
+`mfu_of_product` counts those. Exit code 1, and no figures, where the ways trained on other numbers of tokens, or their first step's loss,
+gradient norm, entropy or log-probs differ.
 """
 
 import argparse
@@ -24,13 +28,15 @@ from typing import Any
 import torch
 
 from bench import runs, trl_peer
-from bench.measure import differences, dtype_of, figure, refuse, say, spread, tell, turns, versions
+from bench.measure import differences, dtype_of, figure, positive, refuse, say, spread, tell, turns, versions
 from bench.runs import PHASES, WAYS, Work
 from bench.shapes import SHAPES, texts_of, write_checkpoint, write_prompts
 from parallel.hardware import device_type
 
-# Of the first step: two samples of many tokens of one model. The loss is a mean of advantages, which are of the order of 1.
-TOLERANCE = {"loss/policy": 0.1, "entropy/mean": 0.02, "entropy/nll": 0.02}
+# Of the first step: two samples of many tokens of one model. The loss is a mean of advantages, each of the order of 1, so that it is near
+# 0 whatever they are. What shows them is the gradient's norm (relative): in 52 steps of the tiny shape, of 16 and 32 answers, ours was 0.87
+# to 1.08 of TRL's, with a deviation of 0.05.
+TOLERANCE = {"loss/policy": 0.1, "grad/norm": 0.25, "entropy/mean": 0.02, "entropy/nll": 0.02}
 
 
 def tokens_wrong(found: dict[str, list[dict[str, float]]], base: str) -> list[str]:
@@ -64,7 +70,7 @@ def figures(steps: list[dict[str, float]], product: float | None) -> dict[str, A
 
     phases = {name: figure(median(f"time/{name}")) for name in PHASES}
     training = statistics.median(s.get("time/train", 0.0) + s.get("time/logp_old", 0.0) for s in later)
-    named = [sum(s.get(f"time/{name}", 0.0) for name in (*PHASES, "data", "wait", "log", "logp_ref", "eval", "ckpt")) for s in later]
+    named = [sum(s.get(f"time/{name}", 0.0) for name in (*PHASES, "wait", "logp_ref", "eval", "ckpt")) for s in later]
     speed = statistics.median(s["tokens"] for s in later) / training
     line = {
         "step_s": figure(median("time/step")), "phases_s": phases, "training_s": figure(training),
@@ -74,29 +80,31 @@ def figures(steps: list[dict[str, float]], product: float | None) -> dict[str, A
     }  # fmt: skip
     if "mem/peak_gib" in later[0]:
         line["peak_gib"] = figure(max(s["mem/peak_gib"] for s in later))
-    if product is not None:
-        line["mfu_of_product"] = figure(6 * steps[0]["parameters"] * speed / product)
     computed = [s["perf/tokens_computed"] / s["tokens"] for s in later if "perf/tokens_computed" in s]
+    share = statistics.median(computed) if computed else 1.0
     if computed:
-        line["computed_share"] = figure(statistics.median(computed))
+        line["computed_share"] = figure(share)
+    if product is not None:
+        line["mfu_of_product"] = figure(6 * steps[0]["parameters"] * share * speed / product)
     return line
 
 
 def take_turns(work: Work, ways: list[str], rounds: int, folder: Path) -> list[dict[str, list[dict[str, float]]]]:
-    """Each round's steps of each way. A run that `folder` has already is not made again."""
+    """Each round's steps of each way. A run that `folder` has already, of the same work, versions, commit and device, is not made again."""
     found: list[dict[str, list[dict[str, float]]]] = []
+    asked = {"work": asdict(work), "state": runs.state_of(work.device)}
     for number, order in enumerate(turns(ways, rounds)):
         steps = {}
         for way in order:
             here = folder / f"{number}-{way}"
-            known, asked = here / "done.json", asdict(work)
-            if known.exists() and (kept := json.loads(known.read_text()))["work"] == asked:
+            known = here / "done.json"
+            if known.exists() and (kept := json.loads(known.read_text())) == asked | {"steps": kept["steps"]}:
                 steps[way] = kept["steps"]
             else:
                 here.mkdir(parents=True, exist_ok=True)
                 tell(f"round {number + 1} of {rounds}: {way}")
                 steps[way] = WAYS[way](work, here)
-                known.write_text(json.dumps({"work": asked, "steps": steps[way]}))
+                known.write_text(json.dumps(asked | {"steps": steps[way]}))
         found.append(steps)
     return found
 
@@ -126,10 +134,10 @@ def report(bench: str, case: str, work: Work, found: list[dict[str, list[dict[st
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--steps", type=int, default=5, help="of a run; the first is dropped")
-    parser.add_argument("--rounds", type=int, default=2, help="runs of each way")
+    parser.add_argument("--steps", type=positive, default=5, help="of a run; the first is dropped")
+    parser.add_argument("--rounds", type=positive, default=2, help="runs of each way")
     parser.add_argument("--data", type=Path, help="JSONL with a column question, such as GSM8K's; default: made-up problems")
-    parser.add_argument("--folder", type=Path, help="keeps the runs' files; a run that is there already is not made again")
+    parser.add_argument("--folder", type=Path, help="keeps the runs; one of equal work, versions, commit and device is not made again")
     parser.add_argument("--micro-batch", type=int, default=8, help="TRL's sequences in one forward pass")
     parser.add_argument("--row-tokens", type=int, default=16384, help="training.max_tokens_per_batch")
     parser.add_argument("--memory", type=float, default=0.4, help="both engines' share of a GPU's memory")

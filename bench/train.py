@@ -9,7 +9,8 @@ Random weights, recorded rollouts of random words with log-normal lengths, the s
             pass for old log-probs, which it makes only with vLLM
 
 One process: ours takes its turns in TRL's callbacks, before and after TRL's own step. fp32 weights on both sides, computation in --dtype. A
-line a way: tokens/s, share of the GPU's peak (`mfu`, 6 FLOP a parameter and token), MiB of the first step above what was held before.
+line a way: tokens/s, share of the GPU's peak (`mfu`, 6 FLOP a parameter and token that was computed: ours computes a shared prompt once
+a row, which tokens/s does not say), MiB of the first step above what was held before.
 Exit code 1, and no figures, where the first step's gradient norm, entropy or number of tokens disagree. The last line: tokens/s of ours
 over the number of sequences, an exponent that should be 0. Without trl: `--peer none` measures ours alone.
 """
@@ -152,12 +153,12 @@ def taking_turns(ours: Ours, peer: trl_peer.Peer, device: torch.device) -> tuple
     return times, peaks, {name: float(value) for name, value in first.items()}
 
 
-def line_of(way: str, figures: dict[str, Any], tokens: int, parameters: int, device: torch.device) -> dict[str, Any]:
-    """Tokens/s of wall and CPU time, and of the GPU's peak."""
+def line_of(way: str, figures: dict[str, Any], tokens: int, computed: int, parameters: int, peak: float | None) -> dict[str, Any]:
+    """Tokens/s of wall and CPU time; of the GPU's peak FLOP/s, what the computed tokens needed."""
     line: dict[str, Any] = {"way": way, "tokens": tokens, "tokens_per_s": figure(tokens / figures["seconds"])}
     line["tokens_per_cpu_s"] = figure(tokens / figures["cpu_seconds"])
-    if (peak := peak_flops(device)) is not None:
-        line["mfu"] = figure(6 * parameters * line["tokens_per_s"] / peak)
+    if peak is not None:
+        line["mfu"] = figure(6 * parameters * computed / figures["seconds"] / peak)
     return line | figures
 
 
@@ -188,8 +189,9 @@ def run(options: argparse.Namespace, folder: str) -> None:
         ours.step()
         times, peaks = {"ours": [timed(ours.step) for _ in range(options.rounds)]}, {"ours": peak.mib()}
     for way, figures in compared(times, list(times)[-1]).items():
-        line = line_of(way, figures, tokens, trainer.model.num_parameters, device)
-        line |= {"tokens_computed": int(ours.first["perf/tokens_computed"])} if way == "ours" else {}  # a shared prompt's once
+        computed = int(ours.first["perf/tokens_computed"]) if way == "ours" else tokens  # a shared prompt's once
+        line = line_of(way, figures, tokens, computed, trainer.model.num_parameters, peak_flops(device))
+        line |= {"tokens_computed": computed} if way == "ours" else {}
         say("train", case, **line, peak_mib=round(peaks[way], 1), micro_batch=options.micro_batch, **switches, **machine)
     law(options, trainer, make, machine)
 

@@ -109,15 +109,17 @@ def make(
 class Phases:
     """Seconds of a step by phase, and its mean log-prob: the trainer's methods are wrapped where a phase is a method.
 
-    generate: the engine's, sleep and wake included, or transformers' own; sync: weights to the engine; reward; logp_old: passes without a
-    gradient; train: what is left of the step. An inner phase interrupts the outer one.
+    generate: vLLM's `LLM.generate`, or the turn of transformers' own; sleep: what else TRL does around vLLM's, which is the cache's waking,
+    the engine's sleep and reading log-probs out of its outputs; sync: weights to the engine, these woken before; reward; data: fetching
+    rows, and what is left of TRL's making a scored batch of them: templates, decoding, padding, advantages; logp_old: passes without a
+    gradient; log; train: what is left of the step. An inner phase interrupts the outer one.
     """
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
         self._stack: list[str] = []
         self._since = time.perf_counter()
-        self._logprobs: list[tuple[float, float]] = []  # sum and number of response tokens
+        self._logprobs: list[tuple[torch.Tensor, torch.Tensor]] = []  # sum and number of response tokens, read when the step has ended
         self._entropy: list[float] = []
         self.engine_bytes = 0
         self._fresh = True
@@ -126,11 +128,15 @@ class Phases:
         generation = vars(trainer).get("vllm_generation")
         if generation is not None:
             generation.sync_weights = self._timed("sync", generation.sync_weights)
-            generation.generate = self._timed("generate", generation.generate, then=self._forget_peak)
+            generation.llm.generate = self._timed("generate", generation.llm.generate)
+            generation.generate = self._timed("sleep", generation.generate, then=self._forget_peak)
         else:
             single = trainer._generate_single_turn
             trainer._generate_single_turn = self._timed("generate", single, then=self._forget_peak)
         trainer._calculate_rewards = self._timed("reward", trainer._calculate_rewards)
+        trainer.get_batch_samples = self._timed("data", trainer.get_batch_samples)
+        trainer._generate_and_score_completions = self._timed("data", trainer._generate_and_score_completions)
+        trainer.log = self._timed("log", trainer.log)
         trainer._get_per_token_logps_and_entropies = self._scored(trainer._get_per_token_logps_and_entropies)
 
     def begin(self) -> None:
@@ -142,7 +148,7 @@ class Phases:
         self._count("train")
         result = {f"time/{name}": seconds for name, seconds in self.seconds.items()}
         result["time/step"] = sum(self.seconds.values())
-        total, count = (sum(column) for column in zip(*self._logprobs, strict=True))
+        total, count = (float(sum(column)) for column in zip(*self._logprobs, strict=True))
         return result | {"entropy/nll": -total / count, "tokens": count} | usage(self.device, self.engine_bytes)
 
     device = torch.device("cpu")
@@ -178,7 +184,7 @@ class Phases:
             found = (method if with_gradient else old)(model, ids, attention_mask, logits_to_keep, *args, **kwargs)
             if with_gradient:
                 mask = attention_mask[:, -logits_to_keep:]
-                self._logprobs.append((float((found[0].detach() * mask).sum()), float(mask.sum())))
+                self._logprobs.append(((found[0].detach() * mask).sum(), mask.sum()))  # a float would wait for the GPU
             return found
 
         return call

@@ -6,15 +6,18 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from bench import balance, grpo_vs_trl, head, learn, measure, pack, step, train, trl_peer
+from bench import ablation, balance, grpo_vs_trl, head, learn, measure, pack, rollout, runs, step, train, trl_peer
 from bench.measure import Seconds, compared, differences, exponent, line_through, spread, turns
 from bench.shapes import make_tokenizer, texts_of, write_prompts
+from losses.advantages import group_zscore
 
 ROOT = Path(__file__).resolve().parent.parent
 MACHINE = {"device", "dtype", "versions"}
@@ -129,7 +132,7 @@ def test_a_deal_that_loses_a_sequence_or_overfills_a_row_is_refused(monkeypatch,
 
 
 def whole_run(**changed: Any) -> list[dict[str, float]]:
-    one = {"tokens": 100, "loss/tokens": 64, "loss/policy": 0.0, "entropy/mean": 5.0, "entropy/nll": 5.0}
+    one = {"tokens": 100, "loss/tokens": 64, "loss/policy": 0.0, "entropy/mean": 5.0, "entropy/nll": 5.0, "grad/norm": 0.1}
     one |= {"time/step": 2.0, "time/train": 1.0, "time/generate": 0.75, "parameters": 10.0, "reward/mean": 0.2}
     return [one | changed, one | changed]
 
@@ -142,6 +145,8 @@ def whole_run(**changed: Any) -> list[dict[str, float]]:
         ({"entropy/mean": 5.2}, "ours: entropy/mean is 5.2 and should be 5"),
         ({"entropy/nll": float("nan")}, "ours: entropy/nll is nan and should be 5"),
         ({"loss/policy": 0.2}, "ours: loss/policy is 0.2 and should be 0"),
+        ({"grad/norm": 0.3}, "ours: grad/norm is 0.3 and should be 0.1"),  # advantages three times too large
+        ({"grad/norm": 0.1 / 3}, "ours: grad/norm is 0.0333333 and should be 0.1"),
     ],
 )
 def test_whole_runs_that_do_not_do_the_same_work_are_refused(changed, said, capsys):
@@ -160,6 +165,107 @@ def test_whole_runs_that_agree_are_compared_phase_by_phase(capsys):
     assert trl["step_s_ratio"]["median"] == 1.0 and ours["step_s_ratio"]["median"] == 0.5
     assert (trl["training_s"], ours["training_s"], ours["unexplained"]) == (3.0, 1.0, 0.125)
     assert ours["response_tokens_per_s"] == 32 and ours["trained_tokens_per_s"] == 100
+
+
+def test_what_a_share_of_a_product_counts_is_the_tokens_that_were_computed():
+    plain, shared = step.figures(whole_run(), 1e4), step.figures(whole_run(**{"perf/tokens_computed": 40}), 1e4)
+    assert (plain["mfu_of_product"], shared["mfu_of_product"], shared["computed_share"]) == (0.6, 0.24, 0.4)
+    assert plain["trained_tokens_per_s"] == shared["trained_tokens_per_s"] == 100
+    seconds = {"seconds": 2.0, "cpu_seconds": 4.0}
+    line = train.line_of("ours", seconds, 100, 40, 10, 1e4)
+    assert (line["mfu"], line["tokens_per_s"], line["tokens_per_cpu_s"]) == (0.12, 50, 25)
+    assert "mfu" not in train.line_of("ours", seconds, 100, 40, 10, None)
+
+
+def test_a_kept_run_is_made_again_where_work_versions_commit_or_device_are_others(monkeypatch, tmp_path):
+    made: list[str] = []
+
+    def run(work: step.Work, folder: Path) -> list[dict[str, float]]:
+        made.append(folder.name)
+        return whole_run()
+
+    monkeypatch.setitem(step.WAYS, "ours", run)
+    work, state = step.Work("m", "d", 4, 4, 4, 2, 8, "float32", "cpu", {}), runs.state_of("cpu")
+    assert state.keys() == {"versions", "commit", "device"} and all(state.values())
+
+    def times_made(work: step.Work, **changed: Any) -> int:
+        made.clear()
+        monkeypatch.setattr(runs, "state_of", lambda device: state | changed)
+        assert step.take_turns(work, ["ours"], 1, tmp_path) == [{"ours": whole_run()}]
+        return len(made)
+
+    assert [times_made(work), times_made(work)] == [1, 0]
+    others: list[dict[str, Any]] = [{"commit": "no git"}, {"device": "another"}, {"versions": {}}]
+    for changed in others:
+        assert [times_made(work, **changed), times_made(work, **changed)] == [1, 0]
+    assert times_made(replace(work, new_tokens=5)) == 1
+
+
+class TimedTRL:
+    """What `Phases` wraps of a GRPOTrainer, each part of it a known number of seconds by a clock of its own."""
+
+    def __init__(self, vllm: bool):
+        self.now = 0.0
+        if vllm:
+            llm = SimpleNamespace(generate=self.part(100))
+            inside = [self.part(1), lambda: llm.generate(), self.part(2)]  # wakes, sleeps
+            self.vllm_generation = SimpleNamespace(llm=llm, sync_weights=self.part(20), generate=self.part(0, *inside))
+            self._generate_single_turn = self.part(0, lambda: self.vllm_generation.sync_weights(), lambda: self.vllm_generation.generate())
+        else:
+            self._generate_single_turn = self.part(100)
+        self._calculate_rewards = self.part(3)
+        self._generate_and_score_completions = self.part(
+            0.5, lambda: self._generate_single_turn(), lambda: self._calculate_rewards(), self.old_logprobs
+        )
+        self.get_batch_samples, self.log = self.part(0.25), self.part(7)
+
+    def part(self, seconds: float, *inner: Callable[[], Any]) -> Callable[..., None]:
+        def call() -> None:
+            self.now += seconds
+            for one in inner:
+                one()
+
+        return call
+
+    def _get_per_token_logps_and_entropies(self, model: Any, ids: Any, attention_mask: torch.Tensor, logits_to_keep: int) -> Any:
+        self.now += 10
+        return (torch.full_like(attention_mask[:, -logits_to_keep:], -2.0, dtype=torch.float32).requires_grad_(),)
+
+    def old_logprobs(self) -> None:
+        with torch.no_grad():
+            self._get_per_token_logps_and_entropies(None, None, torch.ones(2, 4), 3)
+
+    def step(self) -> None:
+        self.get_batch_samples()
+        self._generate_and_score_completions()
+        for _ in range(2):
+            self._get_per_token_logps_and_entropies(None, None, torch.tensor([[1.0, 1.0, 1.0, 0.0], [1.0, 1.0, 1.0, 1.0]]), 3)
+        self.now += 1000
+        self.log()
+
+
+@pytest.mark.parametrize("vllm", [True, False])
+def test_of_trls_step_sampling_alone_is_generate_and_making_the_batch_is_not_train(vllm, monkeypatch):
+    trl, phases = TimedTRL(vllm), trl_peer.Phases()
+    monkeypatch.setattr(trl_peer.time, "perf_counter", lambda: trl.now)
+    phases.watch(trl)
+    phases.begin()
+    trl.step()
+    found = phases.end()
+    of_engine = {"sleep": 3.0, "sync": 20.0} if vllm else {}
+    seconds = {"generate": 100.0, "reward": 3.0, "data": 0.75, "logp_old": 10.0, "train": 1020.0, "log": 7.0} | of_engine
+    assert {
+        name.removeprefix("time/"): value for name, value in found.items() if name.startswith("time/") and name != "time/step"
+    } == seconds
+    assert found["time/step"] == sum(seconds.values()) and (found["tokens"], found["entropy/nll"]) == (10.0, 2.0)
+
+
+def test_log_probs_of_trls_passes_stay_on_the_device_until_the_step_has_ended():
+    trl, phases = TimedTRL(vllm=False), trl_peer.Phases()
+    phases.watch(trl)
+    phases.begin()
+    with torch.device("meta"):  # of which no number can be read
+        trl._get_per_token_logps_and_entropies(None, None, torch.ones(2, 4), 3)
 
 
 def test_runs_that_start_from_other_policies_have_no_learning_curve(capsys):
@@ -190,6 +296,32 @@ def test_a_difference_is_told_and_nan_is_one():
     assert differences({"x": 1.0}, {"x": 1.005}, {"x": 0.01}, "a") == []
     assert differences({"x": 1.0}, {"x": 1.1}, {"x": 0.01}, "a") == ["a: x is 1 and should be 1.1 (tolerance 0.01)"]
     assert len(differences({"x": float("nan")}, {"x": 1.0}, {"x": 0.01}, "a")) == 1
+
+
+def test_a_gradients_norm_is_compared_relative_to_itself_however_small():
+    assert differences({"grad/norm": 1.04e-3}, {"grad/norm": 1e-3}, {"grad/norm": 0.05}, "a") == []
+    assert len(differences({"grad/norm": 3e-3}, {"grad/norm": 1e-3}, {"grad/norm": 0.05}, "a")) == 1
+
+
+@pytest.mark.parametrize(
+    "script, arguments, said",
+    [
+        (balance, ["--rounds", "0"], "argument --rounds: 0 is no whole number of 1 or more"),
+        (balance, ["--sequences", "64", "x"], "argument --sequences: x is no whole number of 1 or more"),
+        (rollout, ["--new", "0"], "argument --new: 0 is no whole number of 1 or more"),
+        (
+            ablation,
+            ["--device", "cpu", "--rows", "head", "graphs", "async"],
+            "--rows graphs async: not on the device cpu, which has the rows",
+        ),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_with_one_message(script, arguments, said, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["bench", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        script.main()
+    printed = capsys.readouterr()
+    assert ended.value.code == 2 and printed.out == "" and said in printed.err.splitlines()[-1]
 
 
 def test_no_word_of_a_model_with_random_weights_ends_a_sequence(tmp_path):
@@ -232,6 +364,19 @@ def test_whole_steps_of_trl_and_ours_are_the_same_work():
     code, lines, error = bench("step", "--prompts", "4", "--samples", "4", "--new", "8", "--steps", "2", "--rounds", "1")
     assert code == 0, error[-3000:]
     assert {line["way"]: line["generation"] for line in lines} == {"ours": "vllm", "trl": "transformers"}
+    assert all(line["phases_s"]["data"] > 0 and line["phases_s"]["log"] > 0 for line in lines)
+
+
+def advantages_thrice_too_large(rewards: list[float | None]) -> list[float]:
+    return [3 * value for value in group_zscore(rewards)]
+
+
+@with_trl
+@pytest.mark.slow
+def test_whole_steps_with_other_advantages_than_trls_are_refused():
+    small = ["--prompts", "4", "--samples", "4", "--new", "8", "--steps", "2", "--rounds", "1"]
+    code, lines, error = bench("step", *small, "--ours", "grpo.advantage.fn=tests.test_bench.advantages_thrice_too_large")
+    assert (code, lines) == (1, []) and error.count("should be") == 1 and "ours: grad/norm is" in error
 
 
 @with_trl
