@@ -1,4 +1,4 @@
-"""training.match_sampler: the same numbers in fp32, another rounding in bf16, and only where blocks are known."""
+"""training.match_sampler, and training.fp32_logits too: the same numbers in fp32, other bits in bf16, and only where blocks are known."""
 
 import pytest
 import torch
@@ -14,8 +14,9 @@ from tests.steps import gradient, place, some_episodes, trainer_of  # noqa: F401
 MATCHED = Switches(matched=True)
 
 
-def test_in_fp32_no_bit_of_a_step_changes(trainer_of):  # noqa: F811
-    plain, matched = (trainer_of(GRPOLoss(beta=0.1), match_sampler=on) for on in (False, True))
+@pytest.mark.parametrize("key", ["match_sampler", "fp32_logits"])
+def test_in_fp32_no_bit_of_a_step_changes(key, trainer_of):  # noqa: F811
+    plain, matched = (trainer_of(GRPOLoss(beta=0.1), **{key: on}) for on in (False, True))
     assert plain.update(some_episodes(), 0) == matched.update(some_episodes(), 0)
     want, got = gradient(plain), gradient(matched)
     assert [name for name in want if not torch.equal(got[name], want[name])] == []

@@ -1,11 +1,9 @@
 """Answers without an advantage may be left out of a step where that changes no gradient, and only there."""
 
-import json
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from torch.testing import assert_close
 
 from batch import Episode
@@ -14,7 +12,7 @@ from losses import DAPOLoss, GRPOLoss, GSPOLoss, NLLLoss, PolicyLoss, SimpleGRPO
 from skipping import check_skips, largest_gradient, with_advantage
 from tests.groups import grouped
 from tests.steps import CustomLoss, assert_same_gradient, gradient, place, trainer_of, weights  # noqa: F401 - two are fixtures
-from tests.world import run_script
+from tests.switch_driver import weights_under
 from trainer import TrainingConfig
 
 LOSSES = {
@@ -110,46 +108,16 @@ def test_supervised_fine_tuning_refuses_the_keys_of_rollouts(keys):
         check(Asked())
 
 
-OVER_RANKS = """
-import json, sys
-import torch
-from losses import GRPOLoss
-from model import Model, ModelSource
-from parallel.launch import launch
-from parallel.pipeline import whole_model
-from parallel.placement import Placement
-from parallel.roles import ParallelismConfig, Plan
-from tests.test_skipping import some
-from trainer import Trainer, TrainingConfig
-
-def main():
-    model, degrees, switches, report = sys.argv[1], json.loads(sys.argv[2]), json.loads(sys.argv[3]), sys.argv[4]
-    plan = Plan.make(None, ParallelismConfig(**degrees), colocate=False, wants_reference=False, world_size=2)
-    place = Placement.build(plan, "cpu")
-    found = []
-    for keys in switches:
-        cfg = TrainingConfig(dtype="float32", learning_rate=1e-3, adam_eps=1e-4, **{"shared_prompts": False, **keys})
-        options = {"dtype": "float32", "temperature": 1.0, "max_tokens": 40, "switches": cfg.switches, "shared_prompts": cfg.shared_prompts}
-        trainer = Trainer(Model(ModelSource(model), place.trainer, trainable=True, **options), cfg, GRPOLoss())
-        for step, idle in enumerate([{1, 3}, {0, 1, 2, 3}, {0, 2}]):
-            trainer.update(some(idle, seed=step), step)
-        found.append(whole_model(trainer.model.shards(), place.trainer, lambda tensor: tensor))
-    if place.is_root:
-        torch.save(found, report)
-
-launch(main)
-"""
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("degrees", [{}, {"tensor_parallel_degree": 2}, {"context_parallel_degree": 2}, {"pipeline_parallel_degree": 2}])
 def test_on_two_ranks_neither_skipping_nor_sharing_nor_compiling_changes_a_weight(degrees, tiny_qwen3, tmp_path):
-    (tmp_path / "ranks.py").write_text(OVER_RANKS)
-    switches: list[dict[str, Any]] = [{}, {"skip_zero_advantages": True}, {"skip_zero_advantages": True, "shared_prompts": True}]
+    alone = {"shared_prompts": False}
+    switches: list[dict[str, Any]] = [alone, alone | {"skip_zero_advantages": True}, {"skip_zero_advantages": True}]
     if "tensor_parallel_degree" not in degrees:
-        switches.append({"shared_prompts": True, "compile": True})
-    run_script(2, tmp_path / "ranks.py", str(tiny_qwen3), json.dumps(degrees), json.dumps(switches), str(tmp_path / "weights.pt"))
-    want, *got = torch.load(tmp_path / "weights.pt")
+        switches.append({"compile": True})
+    rounds = [some(idle, seed=step) for step, idle in enumerate([{1, 3}, {0, 1, 2, 3}, {0, 2}])]
+    given = {"model": str(tiny_qwen3), "degrees": degrees, "max_tokens": 40, "loss": GRPOLoss()}
+    want, *got = weights_under(tmp_path, switches=switches, rounds=rounds, **given)
     for found in got:
         for name, weight in want.items():
             assert_close(found[name], weight, rtol=1e-5, atol=1e-5)

@@ -20,6 +20,7 @@ from parallel.memory import training_bytes
 from parallel.switches import MOMENTS, Switches, blank_state_on_host, step_by_parts, whole_step
 from startup import GRPOConfig, check_repeatable
 from tests.steps import TEMPERATURE, gradient, place, some_episodes, trainer_of  # noqa: F401 - two are fixtures
+from tests.switch_driver import weights_under
 from tests.world import run_script
 from trainer import Trainer, TrainingConfig
 
@@ -211,46 +212,14 @@ def test_deterministic_mode_needs_seeds_for_samples():
         check_repeatable(GRPOConfig(seeded_sampling="never"), TrainingConfig(deterministic=True))
 
 
-OVER_RANKS = """
-import json, sys
-import torch
-from losses import GRPOLoss
-from model import Model, ModelSource
-from parallel.launch import launch
-from parallel.pipeline import whole_model
-from parallel.placement import Placement
-from parallel.roles import ParallelismConfig, Plan
-from tests.steps import some_episodes
-from trainer import Trainer, TrainingConfig
-
-def main():
-    model, degrees, switches, report = sys.argv[1], json.loads(sys.argv[2]), json.loads(sys.argv[3]), sys.argv[4]
-    plan = Plan.make(None, ParallelismConfig(**degrees), colocate=False, wants_reference=False, world_size=2)
-    place = Placement.build(plan, "cpu")
-    found = []
-    for keys in switches:
-        cfg = TrainingConfig(dtype="float32", learning_rate=1e-3, adam_eps=1e-4, **keys)
-        options = {"dtype": "float32", "temperature": 1.0, "max_tokens": 64, "switches": cfg.switches}
-        trainer = Trainer(Model(ModelSource(model), place.trainer, trainable=True, **options), cfg, GRPOLoss(beta=0.1))
-        for step in range(2):
-            trainer.update(some_episodes(5, seed=step), step)
-        found.append(whole_model(trainer.model.shards(), place.trainer, lambda tensor: tensor))
-    if place.is_root:
-        torch.save(found, report)
-
-launch(main)
-"""
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("degrees", [{}, {"tensor_parallel_degree": 2}, {"context_parallel_degree": 2}, {"pipeline_parallel_degree": 2}])
 def test_on_two_ranks_the_switches_change_no_weight_either(degrees, tiny_qwen3, tmp_path):
-    (tmp_path / "ranks.py").write_text(OVER_RANKS)
     exact: list[dict[str, Any]] = [{"activation_checkpointing": kind} for kind in CHECKPOINTING]
     rounded = [] if "tensor_parallel_degree" in degrees else [{"compile": True}]
-    arguments = [json.dumps(degrees), json.dumps(exact + rounded), str(tmp_path / "weights.pt")]
-    run_script(2, tmp_path / "ranks.py", str(tiny_qwen3), *arguments)
-    want, *got = torch.load(tmp_path / "weights.pt")
+    given = {"model": str(tiny_qwen3), "degrees": degrees, "max_tokens": 64, "loss": GRPOLoss(beta=0.1)}
+    rounds = [some_episodes(5, seed=step) for step in range(2)]
+    want, *got = weights_under(tmp_path, switches=exact + rounded, rounds=rounds, **given)
     for found in got[: len(exact) - 1]:
         assert_same_bits(found, want)
     for found in got[len(exact) - 1 :]:
