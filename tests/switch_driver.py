@@ -25,7 +25,7 @@ from trainer import Trainer, TrainingConfig
 def weights_under(folder: Path, **spec: Any) -> list[dict[str, torch.Tensor]]:
     """What the driver finds; files of the exchange go into `folder`."""
     (folder / "spec.pkl").write_bytes(pickle.dumps(spec))
-    run_script(2, "tests/switch_driver.py", folder / "spec.pkl", folder / "weights.pt")
+    run_script(2, "tests/switch_driver.py", str(folder / "spec.pkl"), str(folder / "weights.pt"))
     return torch.load(folder / "weights.pt")
 
 
