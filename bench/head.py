@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from bench.measure import Peak, alternate, compared, exponent, refuse, say, where
+from bench.measure import Peak, alternate, compared, exponent, positive, refuse, say, where
 from head import default_chunk_tokens, logprobs_from_hidden, loss_from_hidden
 from parallel.hardware import device_type
 
@@ -135,13 +135,14 @@ def measured(tokens: int, vocabulary: int, options: argparse.Namespace, device: 
     lines: list[dict[str, Any]] = []
     for peer, figures in compared(times, "naive").items():
         line = {"tokens": tokens, "vocabulary": vocabulary, "peer": peer} | figures
-        lines.append(line | {"peak_mib": round(peaks[peer], 1), "peak_ratio": round(peaks[peer] / peaks["naive"], 3)})
+        ratio = round(peaks[peer] / peaks["naive"], 3) if peaks["naive"] else None  # a small case fits what the process had
+        lines.append(line | {"peak_mib": round(peaks[peer], 1), "peak_ratio": ratio})
     return lines
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=3, help="timed runs of each case")
+    parser.add_argument("--rounds", type=positive, default=3, help="timed runs of each case")
     parser.add_argument("--threads", type=int, default=1, help="of torch")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--tokens", type=int, nargs="+", default=GROWING_TOKENS, help="of the cases whose tokens grow")
@@ -169,7 +170,8 @@ def main() -> None:
         for axis, fixed, at in (("tokens", "vocabulary", widest), ("vocabulary", "tokens", middle)):
             growing = [line for line in lines if line["peer"] == peer and line[fixed] == at]
             if len(growing) > 1:
-                law = {f"{name} ~ {axis}^": round(exponent([x[axis] for x in growing], [x[name] for x in growing]), 2) for name in GROW}
+                seen = [name for name in GROW if all(x[name] for x in growing)]
+                law = {f"{name} ~ {axis}^": round(exponent([x[axis] for x in growing], [x[name] for x in growing]), 2) for name in seen}
                 say("head", f"law of {peer}", peer=peer, **law, **machine)
 
 

@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from bench.measure import Seconds, compared, figure, line_through, say, settle, stop, tell, turns, where
+from bench.measure import Seconds, compared, figure, line_through, positive, say, settle, stop, tell, turns, where
 from bench.shapes import SHAPES, write_checkpoint
 from model import Model, ModelSource
 from parallel.exchange import from_each
@@ -149,7 +149,7 @@ def world_of(layout: str, folder: str, options: argparse.Namespace) -> dict[str,
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["small"], help="of the policy")
-    parser.add_argument("--rounds", type=int, default=5, help="timed runs of each way")
+    parser.add_argument("--rounds", type=positive, default=5, help="timed runs of each way")
     parser.add_argument("--threads", type=int, default=1, help="of torch, a rank")
     parser.add_argument("--bucket-mib", type=float, help="size of a bucket; default: that of a run")
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda; layouts that need more GPUs than there are fail")
