@@ -46,18 +46,12 @@ def launch(main: Callable[[], None]) -> None:
     except BaseException as error:  # noqa: BLE001 - the last frame of the program: everything ends here, loudly
         if isinstance(error, SystemExit) and error.code in (0, None):
             raise
+        told = _explained(error, rank)  # before the claim: reading the sources takes a while, and from then on the others leave
         if _claim(rank, ranks):
-            if isinstance(error, ValueError) and _is_told_on_purpose(error):
-                print(f"error: {error}", file=sys.stderr, flush=True)
-            elif not isinstance(error, SystemExit):
-                told = f"rank {rank} failed: in phase {_phase}\n{traceback.format_exc()}"
-                if _lost_a_peer(error):
-                    told += f"rank {rank} lost another rank in phase {_phase}. {LOOK}"
-                print(told, file=sys.stderr, flush=True)
+            _tell(told)
         else:
             if dist.is_initialized():
-                told = f"rank {rank} stops in phase {_phase} because another rank failed ({type(error).__name__})"
-                print(told, file=sys.stderr, flush=True)
+                _tell(f"rank {rank} stops in phase {_phase} because another rank failed ({type(error).__name__})")
             time.sleep(1)  # for the rank that speaks: torchrun ends it when this one leaves
         _leave(1)
 
@@ -67,6 +61,23 @@ def finish() -> None:
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()
+
+
+def _explained(error: BaseException, rank: int) -> str:
+    """What the rank that speaks says about the `error` that ended it."""
+    if isinstance(error, ValueError) and _is_told_on_purpose(error):
+        return f"error: {error}"
+    if isinstance(error, SystemExit):  # it has been told
+        return ""
+    told = f"rank {rank} failed: in phase {_phase}\n{traceback.format_exc()}"
+    return told + (f"rank {rank} lost another rank in phase {_phase}. {LOOK}" if _lost_a_peer(error) else "")
+
+
+def _tell(told: str) -> None:
+    """At once and in one piece: the ranks share a pipe, and a line of another rank goes in between two writes."""
+    if told:
+        sys.stderr.flush()
+        os.write(sys.stderr.fileno(), f"{told.rstrip()}\n".encode())
 
 
 def _lost_a_peer(error: BaseException) -> bool:
@@ -87,8 +98,7 @@ def _speak_when_ended(rank: int, ranks: int) -> None:
         while os.read(reader, 1) != bytes([signal.SIGTERM]):
             pass
         if _claim(rank, ranks):
-            told = f"rank {rank} was told to end (SIGTERM) in phase {_phase}: another rank has gone, or the job is being cancelled. {LOOK}"
-            print(told, file=sys.stderr, flush=True)
+            _tell(f"rank {rank} was told to end (SIGTERM) in phase {_phase}: another rank has gone, or the job is being cancelled. {LOOK}")
         _leave(128 + signal.SIGTERM)
 
     def forget() -> None:

@@ -56,9 +56,11 @@ def failure(ranks: int, *arguments: str) -> str:
     """What a job that fails has printed, without the report of torchrun, which is the same for every failure."""
     done = run_script(ranks, *arguments, check=False, timeout_s=400)
     assert done.returncode not in (0, None), done.stdout
-    ours, report, _ = done.stdout.partition("torch/distributed/elastic/multiprocessing/api.py")
-    assert report, done.stdout
-    return ours
+    lines = done.stdout.splitlines(keepends=True)
+    report = next((i for i, line in enumerate(lines) if "multiprocessing/api.py" in line and "failed (exitcode: " in line), None)
+    assert report is not None, done.stdout
+    # Where a rank was killed, torchrun says that it ends the others before one of them says in which phase it was.
+    return "".join(line for line in lines[:report] if "multiprocessing/api.py" not in line)
 
 
 KILLS = """
