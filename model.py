@@ -21,6 +21,7 @@ from packing import plan_shared_rows
 from parallel import pipeline
 from parallel.context import Context, from_all_ranks
 from parallel.experts import NAME as EXPERTS
+from parallel.launch import advance, enter
 from parallel.memory import Parked, Remedy, explained, live_bytes
 from parallel.names import checkpoint_of
 from parallel.placement import Grid, device_of, holds, share
@@ -285,6 +286,7 @@ class Model:
         batch_of = functools.partial(to_batch, device=self.device, shared_prompts=self.shared_prompts)
         if grid.pp == 1:
             for i, row in enumerate(rows):
+                advance()
                 batch = batch_of(row, length=lengths[i])
                 loss = finish(i, batch, module(batch, given[i]))
                 if train:
@@ -292,6 +294,7 @@ class Model:
             return
         width = module.lm.config.get_text_config().hidden_size
         for run in pipeline.batches(len(rows), grid.pp):
+            advance()
             length = max(lengths[i] for i in run)
             batches = {i: batch_of(rows[i], length=length) for i in run}
             module.of_row = lambda i, batches=batches: (batches[i], given[i], functools.partial(finish, i))
@@ -358,6 +361,7 @@ class Model:
         """
         if not self.is_local:
             return
+        enter("export")
         weights = pipeline.whole_model(self.shards(), self.grid, lambda tensor: tensor.to(self.device, self.dtype))
         if self.grid.is_first:
             folder.mkdir(parents=True, exist_ok=True)

@@ -53,7 +53,7 @@ def main() -> None:
     cfg = config.load(Config, startup.arguments(startup.SHOW))
     plan = None if finetune.shows_batch(cfg) else startup.plan_sft(cfg)
     if plan is not None:  # None: --show-batch or --plan has printed what it shows
-        place = Placement.build(plan, cfg.device, deterministic=cfg.training.deterministic)
+        place = Placement.build(plan, cfg.device, deterministic=cfg.training.deterministic, stall_timeout_s=cfg.training.stall_timeout_s)
         train(cfg, place, startup.open_run(cfg, place))
 
 

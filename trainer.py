@@ -40,6 +40,7 @@ class TrainingConfig:
     match_sampler: bool = False  # true: bfloat16 is rounded where vLLM rounds it, in dense Llama, Mistral and Qwen (docs/mismatch.md)
     fp32_logits: bool = False  # true: logits are not rounded to bfloat16, in the trainer and in the engine (docs/mismatch.md)
     deterministic: bool = False  # true: torch's deterministic mode; two runs are equal bit for bit on a GPU too
+    stall_timeout_s: float = 600  # the job ends when no rank has made progress for so long, and says where each is; 0: never
     learning_rate: float = 1e-6  # peak of the schedule
     # after the warm-up; linear and cosine fall from there to the run's end, wsd (warm-up, stable, decay) in its last decay_steps
     schedule: Literal["constant", "linear", "cosine", "wsd"] = "constant"
@@ -79,7 +80,7 @@ class TrainingConfig:
                 "activation_checkpointing=selective with compile=true: a compiled block chooses itself what it keeps, much the same; set "
                 "activation_checkpointing to none, or to full to keep less"
             )
-        for key in ("learning_rate", "warmup_steps", "ref_update_interval", "weight_decay", "max_grad_norm", "entropy_coef"):
+        for key in "learning_rate warmup_steps ref_update_interval weight_decay max_grad_norm entropy_coef stall_timeout_s".split():
             if vars(self)[key] < 0:
                 raise ValueError(f"{key}={vars(self)[key]}: must be 0 or more")
         for key in ("adam_beta1", "adam_beta2"):
@@ -314,8 +315,7 @@ class Trainer:
         inputs: `tokens` [B, P + T], left-padded prompt and right-padded response (`attention_mask` of the same shape says where
         tokens are; without it, leading pad tokens are padding). targets: `response` [B, T], `advantages` [B, 1] or [B, T],
         `padding_mask` [B, T], `ref_logprobs` [B, T] where the loss wants one, and `groups` [B], the prompt each row answers, for averaging
-        "prompt" (by default its own). All entries are ONE step, and every rank of the
-        trainer passes the same lists.
+        "prompt" (by default its own). All entries are ONE step, and every rank of the trainer passes the same lists.
         """
         if not inputs or len(inputs) != len(targets):
             raise ValueError(f"train_step needs as many targets as inputs, at least one; got {len(inputs)} and {len(targets)}")

@@ -16,13 +16,31 @@ import torch.distributed as dist
 ALONE_S = 30.0  # after which a rank that failed before the world existed, and still runs, is taken to be the only one that failed
 LOOK = "Look for the first error above; a rank that was killed (signal 9: host memory ran out) is named in torchrun's report below"
 
+watcher: threading.Thread | None = None  # parallel/watch.py's, which goes on until `ended` is set
+ended = threading.Event()
 _phase = "starting"  # what this process is doing, for its last words alone
+_advances = 0
 
 
 def enter(phase: str) -> None:
     """From now on, an error is one of this phase."""
     global _phase
     _phase = phase
+    advance()
+
+
+def advance() -> None:
+    """This rank has come further: called between the parts of what may take long."""
+    global _advances
+    _advances += 1
+
+
+def phase() -> str:
+    return _phase
+
+
+def advances() -> int:
+    return _advances
 
 
 def launch(main: Callable[[], None]) -> None:
@@ -42,24 +60,27 @@ def launch(main: Callable[[], None]) -> None:
         main()
         finish()
     except KeyboardInterrupt:
-        _leave(130)
+        leave(130)
     except BaseException as error:  # noqa: BLE001 - the last frame of the program: everything ends here, loudly
         if isinstance(error, SystemExit) and error.code in (0, None):
             raise
         told = _explained(error, rank)  # before the claim: reading the sources takes a while, and from then on the others leave
-        if _claim(rank, ranks):
-            _tell(told)
+        if claim(rank, ranks):
+            tell(told)
         else:
             if dist.is_initialized():
-                _tell(f"rank {rank} stops in phase {_phase} because another rank failed ({type(error).__name__})")
+                tell(f"rank {rank} stops in phase {_phase} because another rank failed ({type(error).__name__})")
             time.sleep(1)  # for the rank that speaks: torchrun ends it when this one leaves
-        _leave(1)
+        leave(1)
 
 
 def finish() -> None:
     """End the world in order, if it was started."""
     if dist.is_initialized():
         dist.barrier()
+        ended.set()
+        if watcher is not None:
+            watcher.join()  # a thread that is in the store while the interpreter goes would abort it
         dist.destroy_process_group()
 
 
@@ -73,7 +94,7 @@ def _explained(error: BaseException, rank: int) -> str:
     return told + (f"rank {rank} lost another rank in phase {_phase}. {LOOK}" if _lost_a_peer(error) else "")
 
 
-def _tell(told: str) -> None:
+def tell(told: str) -> None:
     """At once and in one piece: the ranks share a pipe, and a line of another rank goes in between two writes."""
     if told:
         sys.stderr.flush()
@@ -97,9 +118,9 @@ def _speak_when_ended(rank: int, ranks: int) -> None:
     def wait() -> None:
         while os.read(reader, 1) != bytes([signal.SIGTERM]):
             pass
-        if _claim(rank, ranks):
-            _tell(f"rank {rank} was told to end (SIGTERM) in phase {_phase}: another rank has gone, or the job is being cancelled. {LOOK}")
-        _leave(128 + signal.SIGTERM)
+        if claim(rank, ranks):
+            tell(f"rank {rank} was told to end (SIGTERM) in phase {_phase}: another rank has gone, or the job is being cancelled. {LOOK}")
+        leave(128 + signal.SIGTERM)
 
     def forget() -> None:
         """In a forked child, which would write into the same pipe."""
@@ -120,7 +141,7 @@ def _is_told_on_purpose(error: BaseException) -> bool:
     return bool(frames) and own in Path(frames[-1].filename).parents and (frames[-1].line or "").startswith("raise")
 
 
-def _claim(rank: int, ranks: int) -> bool:
+def claim(rank: int, ranks: int) -> bool:
     """Is this the rank that explains the failure: the first of the job that asks?"""
     if ranks == 1:
         return True
@@ -130,14 +151,17 @@ def _claim(rank: int, ranks: int) -> bool:
             time.sleep(ALONE_S)
         return True
     try:
-        # A connection of its own: the main thread may be waiting in the world's.
-        store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout=timedelta(seconds=ALONE_S))
-        return store.add(f"drophammer/failed/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", 1) == 1
+        return job_store().add(f"drophammer/failed/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", 1) == 1
     except dist.DistError:  # the store has gone: whoever hosted it has failed and spoken
         return False
 
 
-def _leave(code: int) -> None:
+def job_store() -> dist.TCPStore:
+    """A connection of its own to the store that the ranks met in: the main thread may be waiting in the world's."""
+    return dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout=timedelta(seconds=ALONE_S))
+
+
+def leave(code: int) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 
-from parallel import hardware
+from parallel import hardware, watch
 from parallel.roles import Plan, RolePlan
 from parallel.routes import Route, make_routes
 from parallel.switches import compute_deterministically
@@ -96,11 +96,20 @@ class Placement:
     reference_weights: list[Route]  # and to the reference
 
     @classmethod
-    def build(cls, plan: Plan, device: str, *, deterministic: bool = False, timeout: timedelta = timedelta(minutes=60)) -> "Placement":
+    def build(
+        cls,
+        plan: Plan,
+        device: str,
+        *,
+        deterministic: bool = False,
+        timeout: timedelta = timedelta(minutes=60),
+        stall_timeout_s: float = 0,
+    ) -> "Placement":
         """Start the world. device: auto, cpu or cuda. Collective: every rank makes every mesh and group, in this order.
 
         deterministic: torch's mode, for the whole process. CUDA starts here, and must find it set. timeout: after which ranks that wait
-        for others in a collective, of any group made here, give up.
+        for others in a collective, of any group made here, give up. stall_timeout_s: after which the job ends because no rank has made
+        progress, 0: never; one whose process is stopped ends it in any case.
         """
         if deterministic:
             compute_deterministically()
@@ -117,6 +126,7 @@ class Placement:
             dist.init_process_group("gloo", timeout=timeout)
         if dist.get_world_size() != plan.world_size:
             raise ValueError(f"the plan is for {plan.world_size} ranks and torchrun started {dist.get_world_size()}")
+        watch.start(stall_timeout_s)
         trainer = Grid(plan.trainer, device_type)
         generator = Grid(plan.generator, device_type)
         reference = Grid(plan.reference, "cpu" if plan.reference.on_cpu else device_type) if plan.reference else None

@@ -21,7 +21,7 @@ from transformers import AutoConfig
 from batch import Completion, Group, Prompt
 from model import ModelSource, head_width
 from packing import KEYS_PER_TOKEN
-from parallel import memory
+from parallel import memory, watch
 from parallel.memory import Remedy, Residency, agreed, allocated, capacity, empty_cache, explained, residency, training_bytes
 from parallel.placement import Grid, Placement, holds, share, shares_ranks
 from parallel.sub_world import OwnRandomState, sub_world
@@ -110,6 +110,7 @@ class Generator:
             with explained("starting the engine", keys, needed=engine_bytes, others=TOO_LITTLE_MEMORY), warnings.catch_warnings():
                 warnings.simplefilter("ignore", FutureWarning)  # vLLM's own, about torch
                 self._llm = LLM(**arguments)
+        self._llm.llm_engine.step = watch.counted(self._llm.llm_engine.step)
         torch.set_num_threads = set_threads  # vLLM replaces it by a function that only warns
         set_threads(threads)
         torch.set_float32_matmul_precision(precision)
@@ -199,8 +200,7 @@ class Generator:
                         seed=None if sampling.seed is None else sample_seed(sampling.seed, prompt.index, sample),
                     )
                 )
-        keys = "generator.max_num_seqs, training.seq_len or generator.gpu_memory_utilization"
-        with self._inside(), explained("sampling", keys):
+        with self._inside(), explained("sampling", "generator.max_num_seqs, training.seq_len or generator.gpu_memory_utilization"):
             outputs = iter(self._llm.generate(requests, params, use_tqdm=False))
         return [Group(p, [self._completion(next(outputs).outputs[0]) for _ in range(n_samples)]) for p in mine]
 

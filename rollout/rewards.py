@@ -21,6 +21,7 @@ from typing import Any
 
 from batch import Completion, Group
 from config import Call
+from parallel.launch import advance
 from rollout.answers import expected_answer, given_answer, same_answer
 
 MISSING = object()  # what a reward returns for a sample it cannot judge
@@ -72,6 +73,7 @@ class Scorer:
         prompt, completion = group.prompt, group.completions[sample]
         response, more = completion.text, {"completion": completion} if "completion" in signature(reward).parameters else {}
         where = f"rewards.{name}, prompt {prompt.index}, sample {sample} (response {response[:80]!r})"
+        advance()
         try:
             value: Any = reward(prompt.text, response, prompt.target, **more)
         except Exception as error:

@@ -190,3 +190,54 @@ def until(happened, timeout_s: float, process: subprocess.Popen) -> None:
         assert process.poll() is None, f"the job ended by itself with status {process.returncode}"
         assert time.monotonic() < end, f"not within {timeout_s} s"
         time.sleep(0.2)
+
+
+def wait_for_checkpoint(job: list[str], tmp_path: Path, *extra: str) -> subprocess.Popen:
+    """A job of two ranks that goes on for ever, once it has a checkpoint."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *job, *extra]
+    with (tmp_path / "console.txt").open("wb") as console:
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        torchrun = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=console, stderr=subprocess.STDOUT)
+    try:
+        until(lambda: any((tmp_path / "run/checkpoints").glob("step_*/WHOLE")), 400, torchrun)
+    except AssertionError:
+        torchrun.terminate()
+        torchrun.wait()
+        raise
+    return torchrun
+
+
+def test_a_stopped_rank_ends_the_job_which_goes_on_from_its_checkpoint(job, tmp_path):
+    job += ["checkpoint.every=1", "checkpoint.keep=1"]
+    torchrun = wait_for_checkpoint(job, tmp_path, "training.steps=100000")
+    victim = max(processes_of(tmp_path))
+    try:
+        os.kill(victim, signal.SIGSTOP)
+        assert torchrun.wait(timeout=600) != 0  # a guard against hanging for ever, not a bound
+    finally:
+        torchrun.terminate()
+        torchrun.wait()
+    text = (tmp_path / "console.txt").read_text()
+    told = re.findall(r"^rank (\d) has not been heard of for \d+ s: its process \((\d+) on \S+\) .* It was in phase (\w+)\.", text, re.M)
+    assert len(told) == 1 and told[0][1] == str(victim), text
+    done = int(max((tmp_path / "run/checkpoints").glob("step_*"), key=lambda p: int(p.name[5:])).name[5:])
+    run_script(2, *job, f"training.steps={done + 1}")
+    assert [json.loads(line)["step"] for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()] == list(range(1, done + 2))
+
+
+SLEEPS = """
+import time
+
+def grade(prompt, response, target):
+    time.sleep(10_000)
+"""
+
+
+def test_a_job_in_which_nothing_moves_ends_and_says_where_every_rank_is(job, tmp_path):
+    (tmp_path / "graders.py").write_text(SLEEPS)
+    rewards = f"rewards={{slow: '{tmp_path}/graders.py:grade'}}"
+    services = "services={trainer: {procs: 2}, generator: {procs: 1}}"
+    output = failure(3, *job, rewards, services, "training.stall_timeout_s=6")
+    assert output.count("nothing has moved on any rank for 6 s (training.stall_timeout_s; ") == 1, output
+    assert re.search(rf"^  rank 2: in phase reward, {tmp_path}/graders.py:5 in grade: time.sleep\(10_000\)$", output, re.M), output
+    assert re.search(r"^  rank 0, 1: in phase wait, parallel/exchange.py:\d+ in \w+: ", output, re.M), output
