@@ -64,12 +64,14 @@ class GRPOConfig:
     top_entropy: float = 1.0  # share of a step's tokens, those of highest entropy, whose policy loss is kept
     max_policy_age: int = 0  # versions between sampling and training; 1 or more samples ahead, while other ranks train
     old_logprobs: Literal["auto", "trainer", "sampler"] = "auto"  # the ratio's denominator; auto: trainer for fresh data used once
+    reward_threads: int = 0  # answers scored at once while others are sampled; 0: one by one after it, in the main thread
     mask_truncated: bool = False  # true: answers cut off by the length limit do not count in the loss
     seeded_sampling: Literal["auto", "always", "never"] = "auto"  # a seed for each sample; auto: on a CPU, and where torch is deterministic
 
     def check(self) -> None:
-        if self.n_samples < 1:
-            raise ValueError(f"n_samples={self.n_samples}: must be at least 1")
+        for key, least in (("n_samples", 1), ("max_policy_age", 0), ("reward_threads", 0)):
+            if vars(self)[key] < least:
+                raise ValueError(f"{key}={vars(self)[key]}: must be at least {least}")
         if self.temperature <= 0:
             raise ValueError(
                 f"temperature={self.temperature}: must be above 0; greedy samples are all the same (eval.temperature may be 0)"
@@ -87,8 +89,6 @@ class GRPOConfig:
             raise ValueError(f"top_entropy={self.top_entropy}: must be above 0 and at most 1, the share of tokens that is kept")
         if not 0 <= self.kl_in_reward < math.inf:
             raise ValueError(f"kl_in_reward={self.kl_in_reward}: must be 0 (no KL in the reward) or more")
-        if self.max_policy_age < 0:
-            raise ValueError(f"max_policy_age={self.max_policy_age}: must be 0 or more")
 
     def rescores(self, training: TrainingConfig) -> bool:
         """Does the policy score a rollout before its first update? With one update its log-probs are those of the update's own pass."""
@@ -344,15 +344,15 @@ def make_plan(
 
 
 # What may differ between a run and its continuation: how far and where it runs, and what it writes.
-FREE_KEYS = set("resume output device services colocate parallelism generator eval checkpoint metrics early_stop".split())
-FREE_KEYS |= {f"training.{key}" for key in "steps epochs max_tokens_per_batch activation_checkpointing compile cpu_offload".split()}
+FREE = set("resume output device services colocate parallelism generator eval checkpoint metrics early_stop grpo.reward_threads".split())
+FREE |= {f"training.{k}" for k in "steps epochs max_tokens_per_batch activation_checkpointing compile cpu_offload stall_timeout_s".split()}
 
 
 def check_same_run(output: Path, before: dict, now: dict) -> None:
     """ValueError when `output` holds checkpoints of a run that was configured otherwise: going on would mix two experiments."""
 
     def flat(tree: dict, prefix: str = "") -> dict[str, Any]:
-        items = ((f"{prefix}{key}", value) for key, value in tree.items() if f"{prefix}{key}" not in FREE_KEYS)
+        items = ((f"{prefix}{key}", value) for key, value in tree.items() if f"{prefix}{key}" not in FREE)
         return {k: v for key, value in items for k, v in (flat(value, f"{key}.") if isinstance(value, dict) else {key: value}).items()}
 
     old, new = flat(before), flat(now)

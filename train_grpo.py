@@ -61,7 +61,7 @@ def main() -> None:
     loss, advantage = startup.resolve_objective(cfg.loss, cfg.grpo)
     plan = startup.plan_grpo(loss, cfg)
     if plan is not None:  # None: --plan has printed it, which needs neither data nor rewards
-        dataset, scorer = startup.required_dataset(cfg.dataset), Scorer(cfg.rewards)
+        dataset, scorer = startup.required_dataset(cfg.dataset), Scorer(cfg.rewards, threads=cfg.grpo.reward_threads)
         place = Placement.build(plan, cfg.device, deterministic=cfg.training.deterministic, stall_timeout_s=cfg.training.stall_timeout_s)
         train(cfg, place, startup.open_run(cfg, place, loss), dataset, loss, advantage, scorer)
 

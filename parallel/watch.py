@@ -14,19 +14,16 @@ import threading
 import time
 import traceback
 from collections import defaultdict
-from collections.abc import Callable
 from pathlib import Path
-from typing import ParamSpec, TypeVar
 
 import torch.distributed as dist
 
 from parallel import launch
 
-P = ParamSpec("P")
-T = TypeVar("T")
 BEAT_S = 2.0
 SILENT_S = 40.0  # without a beat. The thread needs the interpreter, which a library may hold for some seconds
 PATIENT = ("starting", "ckpt", "export")  # phases that take as long as loading, compiling and the storage do
+REWARD_THREAD = "reward"  # how names of threads begin that score answers (rollout/rewards.py)
 ROOT = Path(__file__).resolve().parents[1]
 LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
 
@@ -39,16 +36,6 @@ def start(stall_timeout_s: float) -> None:
     launch.ended.clear()
     launch.watcher = threading.Thread(target=_watch, args=(rank, ranks, stall_timeout_s), daemon=True)
     launch.watcher.start()
-
-
-def counted(function: Callable[P, T]) -> Callable[P, T]:
-    """`function`, each call of which is progress."""
-
-    def call(*arguments: P.args, **options: P.kwargs) -> T:
-        launch.advance()
-        return function(*arguments, **options)
-
-    return call
 
 
 def _watch(rank: int, ranks: int, stall_timeout_s: float) -> None:
@@ -110,14 +97,17 @@ def _end_stalled(store: dist.TCPStore, rank: int, ranks: int, timeout_s: float) 
 
 
 def _where() -> str:
-    """What the main thread is doing: the phase, and the innermost line that is not a library's."""
-    main = threading.main_thread().ident
-    assert main is not None
-    stack = traceback.extract_stack(sys._current_frames()[main])
-    line = next((f for f in reversed(stack) if not f.filename.startswith((*LIBRARIES, "<"))), stack[-1])
-    path = Path(line.filename)
-    name = path.relative_to(ROOT) if ROOT in path.parents else path
-    return f"in phase {launch.phase()}, {name}:{line.lineno} in {line.name}: {line.line}"
+    """The phase, and what the main thread is doing, and those that score answers: the innermost line that is not a library's."""
+    frames = sys._current_frames()
+    lines = []
+    for thread in threading.enumerate():
+        if thread.ident in frames and (thread is threading.main_thread() or thread.name.startswith(REWARD_THREAD)):
+            stack = traceback.extract_stack(frames[thread.ident])
+            line = next((f for f in reversed(stack) if not f.filename.startswith((*LIBRARIES, "<"))), stack[-1])
+            path = Path(line.filename)
+            name = path.relative_to(ROOT) if ROOT in path.parents else path
+            lines.append(f"{name}:{line.lineno} in {line.name}: {line.line}")
+    return f"in phase {launch.phase()}, " + "; ".join(dict.fromkeys(lines))
 
 
 def _parent(pid: str) -> int | None:

@@ -42,9 +42,11 @@ def score_share(
     generator: Generator, scorer: Scorer, prompts: list[Prompt], n_samples: int, sampling: Sampling, clock: Clock
 ) -> list[Group]:
     """Sample and score this rank's share. Of a replica's ranks one scores, since all hold the same completions."""
-    groups = generator.generate(prompts, n_samples, sampling)
+    if not speaks_for(generator.grid):
+        return generator.generate(prompts, n_samples, sampling)
+    groups = generator.generate(prompts, n_samples, sampling, done=scorer.begin)
     with clock.phase("reward"):
-        return [scorer.score(g) for g in groups] if speaks_for(generator.grid) else groups
+        return [scorer.score(g) for g in groups]
 
 
 class HeldOut:

@@ -8,7 +8,7 @@ import gc
 import logging
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -21,16 +21,17 @@ from transformers import AutoConfig
 from batch import Completion, Group, Prompt
 from model import ModelSource, head_width
 from packing import KEYS_PER_TOKEN
-from parallel import memory, watch
+from parallel import memory
 from parallel.memory import Remedy, Residency, agreed, allocated, capacity, empty_cache, explained, residency, training_bytes
 from parallel.placement import Grid, Placement, holds, share, shares_ranks
 from parallel.sub_world import OwnRandomState, sub_world
 from parallel.switches import ALL_OFF, Switches
 from parallel.weights import Bucket
 from rollout.experts import check_engine, check_tile, keep_experts
-from rollout.loading import Loader, widen_head
+from rollout.loading import Loader, fewer_blocks, widen_head
 from rollout.sampled import keep_numbers, numbers
 from rollout.sampling import Sampling, sample_seed
+from rollout.steps import Groups, Steps
 from rollout.trace import traced
 
 log = logging.getLogger(__name__)
@@ -110,7 +111,7 @@ class Generator:
             with explained("starting the engine", keys, needed=engine_bytes, others=TOO_LITTLE_MEMORY), warnings.catch_warnings():
                 warnings.simplefilter("ignore", FutureWarning)  # vLLM's own, about torch
                 self._llm = LLM(**arguments)
-        self._llm.llm_engine.step = watch.counted(self._llm.llm_engine.step)
+        self._steps = Steps(self._llm.llm_engine)
         torch.set_num_threads = set_threads  # vLLM replaces it by a function that only warns
         set_threads(threads)
         torch.set_float32_matmul_precision(precision)
@@ -177,8 +178,13 @@ class Generator:
         with sub_world(self._replica), self._rng.entered(), eager:
             yield
 
-    def generate(self, prompts: list[Prompt], n_samples: int, sampling: Sampling) -> list[Group]:
-        """`n_samples` completions for each of this rank's share of `prompts`; the ranks of a replica return the same."""
+    def generate(
+        self, prompts: list[Prompt], n_samples: int, sampling: Sampling, done: Callable[[Group], None] = lambda _group: None
+    ) -> list[Group]:
+        """`n_samples` completions for each of this rank's share of `prompts`; the ranks of a replica return the same.
+
+        done: called with each group once it is whole, while others are still being sampled.
+        """
         mine = share(prompts, self.grid)
         if not mine:
             return []
@@ -201,8 +207,10 @@ class Generator:
                     )
                 )
         with self._inside(), explained("sampling", "generator.max_num_seqs, training.seq_len or generator.gpu_memory_utilization"):
-            outputs = iter(self._llm.generate(requests, params, use_tqdm=False))
-        return [Group(p, [self._completion(next(outputs).outputs[0]) for _ in range(n_samples)]) for p in mine]
+            groups = Groups(mine, n_samples, self._llm.request_counter.counter, self._completion, done)
+            with self._steps.handed_to(groups):
+                self._llm.generate(requests, params, use_tqdm=False)
+        return groups.all()
 
     def _completion(self, output: Any) -> Completion:
         ids = list(output.token_ids)
@@ -264,7 +272,7 @@ class Generator:
         if "kv_cache" in self._asleep:
             self._wake("kv_cache", self._llm if self._residency == "sleeps" else self._worker())
         pool = self._llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool
-        with self._inside(), _fewer_blocks(pool):
+        with self._inside(), fewer_blocks(pool):
             if not self._llm.reset_prefix_cache():
                 raise RuntimeError("vLLM did not reset its prefix cache: requests are still running")
 
@@ -348,18 +356,6 @@ def _release(tag: str) -> None:
     for block in _blocks(tag):
         cumem.unmap_and_release(block.handle)
         block.is_asleep = True
-
-
-@contextmanager
-def _fewer_blocks(pool: Any) -> Iterator[None]:
-    """Show vLLM only the blocks of its KV cache that have a prefix in them: to empty the prefix cache it visits all, up to millions."""
-    everything, known = pool.blocks, vars(pool.cached_block_hash_to_block).get("_cache")
-    if isinstance(known, dict):  # of blocks, or of those with the same tokens by their numbers
-        pool.blocks = [block for found in known.values() for block in (found.values() if isinstance(found, dict) else [found])]
-    try:
-        yield
-    finally:
-        pool.blocks = everything
 
 
 def _prepare_vllm(device_type: str, unique: str) -> None:

@@ -6,7 +6,7 @@ directly from then on. Whatever vLLM changes on the way, in shape, in type or in
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -215,3 +215,15 @@ def checkpoint_slices(model: nn.Module) -> dict[str, Tensor]:
             else:
                 slices[f"{path}.{kind}"] = parameter
     return slices
+
+
+@contextmanager
+def fewer_blocks(pool: Any) -> Iterator[None]:
+    """Show vLLM only the blocks of its KV cache that have a prefix in them: to empty the prefix cache it visits all, up to millions."""
+    everything, known = pool.blocks, vars(pool.cached_block_hash_to_block).get("_cache")
+    if isinstance(known, dict):  # of blocks, or of those with the same tokens by their numbers
+        pool.blocks = [block for found in known.values() for block in (found.values() if isinstance(found, dict) else [found])]
+    try:
+        yield
+    finally:
+        pool.blocks = everything

@@ -9,11 +9,16 @@ stop reason. It returns a finite number, or MISSING where it cannot tell: then t
 learned from it. A reward that raises, or returns anything else (None too: a forgotten `return`), ends the run: a score
 that silently becomes a zero looks like a bad model.
 
+With `grpo.reward_threads` answers are scored in other threads, several at once, while others are still being sampled: for rewards that
+wait, for a sandbox or a judge. Such a reward must bear being called by two threads, draw no random numbers (their order would not be the
+same twice), and use no signals, as timeouts by `signal.alarm` do, math-verify's among them: Python has them in the main thread only.
+
 Nothing a model wrote is evaluated here: answers are compared as exact fractions or as text.
 """
 
 import math
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from inspect import signature
 from numbers import Real
@@ -22,11 +27,13 @@ from typing import Any
 from batch import Completion, Group
 from config import Call
 from parallel.launch import advance
+from parallel.watch import REWARD_THREAD
 from rollout.answers import expected_answer, given_answer, same_answer
 
 MISSING = object()  # what a reward returns for a sample it cannot judge
 
 Reward = Callable[..., Any]
+Scores = dict[str, float | None]  # of one answer, unweighted, by the reward's name
 
 
 class RewardError(RuntimeError):
@@ -36,7 +43,8 @@ class RewardError(RuntimeError):
 class Scorer:
     """The run's rewards, resolved once. `weight` (default 1.0) is the scorer's; the other keywords are the reward's."""
 
-    def __init__(self, rewards: dict[str, Call]):
+    def __init__(self, rewards: dict[str, Call], *, threads: int = 0):
+        """threads: that score what `begin` is given, each one answer at a time; 0: `score` does it when it is called."""
         if not rewards:
             raise ValueError(
                 "rewards is empty: nothing to train for; add one, such as "
@@ -52,12 +60,22 @@ class Scorer:
             check_reward(name, call.fn, reward)
             self._rewards[name] = (reward, float(weight))
 
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix=REWARD_THREAD) if threads else None
+        self._begun: dict[int, list[Future[Scores]]] = {}  # by the group's prompt, for each completion
+
+    def begin(self, group: Group) -> None:
+        """Score the group in other threads, where there are any; `score` then waits for them."""
+        if self._pool is not None:
+            samples = range(len(group.completions))
+            self._begun[group.prompt.index] = [self._pool.submit(self._score_one, group, sample) for sample in samples]
+
     def score(self, group: Group) -> Group:
         """The group with its rewards and their unweighted parts filled in."""
-        parts: dict[str, list[float | None]] = {name: [] for name in self._rewards}
-        for sample in range(len(group.completions)):
-            for name in self._rewards:
-                parts[name].append(self._score_one(name, group, sample))
+        if (begun := self._begun.pop(group.prompt.index, None)) is not None:
+            scores = [future.result() for future in begun]
+        else:
+            scores = [self._score_one(group, sample) for sample in range(len(group.completions))]
+        parts = {name: [of_sample[name] for of_sample in scores] for name in self._rewards}
         totals: list[float | None] = []
         for values in zip(*parts.values(), strict=True):
             weighted = [None if v is None else self.weights[name] * v for name, v in zip(parts, values, strict=True)]
@@ -68,7 +86,10 @@ class Scorer:
     def weights(self) -> dict[str, float]:
         return {name: weight for name, (_, weight) in self._rewards.items()}
 
-    def _score_one(self, name: str, group: Group, sample: int) -> float | None:
+    def _score_one(self, group: Group, sample: int) -> Scores:
+        return {name: self._ask(name, group, sample) for name in self._rewards}
+
+    def _ask(self, name: str, group: Group, sample: int) -> float | None:
         reward, _ = self._rewards[name]
         prompt, completion = group.prompt, group.completions[sample]
         response, more = completion.text, {"completion": completion} if "completion" in signature(reward).parameters else {}

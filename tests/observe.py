@@ -88,12 +88,15 @@ class Replay(Generator):
         super().__init__(source, cfg, replace(place, generator=nowhere), *limits, **options)  # type: ignore[arg-type]
         self.grid = place.generator
 
-    def generate(self, prompts: list[Prompt], n_samples: int, sampling: Sampling) -> list[Group]:
+    def generate(
+        self, prompts: list[Prompt], n_samples: int, sampling: Sampling, done: Callable[[Group], None] = lambda _group: None
+    ) -> list[Group]:
         groups = [replace(self.recorded[p.index], rewards=[], reward_parts={}) for p in share(prompts, self.grid)]
         for group, prompt in zip(groups, share(prompts, self.grid), strict=True):
             assert group.prompt == prompt and len(group.completions) == n_samples, f"{prompt} was not recorded"
             versions = {c.policy_version for c in group.completions}
             assert versions == {self.version}, f"prompt {prompt.index}: recorded versions {versions}, now {self.version}"
+            done(group)
         return groups
 
     def load(self, buckets: Iterator, version: int) -> None:

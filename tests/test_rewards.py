@@ -1,8 +1,11 @@
 """What counts as a right answer, what a reward may return, and that nothing a model wrote is executed."""
 
+import json
 import math
 import os
+import threading
 import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -10,6 +13,7 @@ import pytest
 from batch import Completion, Group, Prompt
 from config import Call
 from rollout.rewards import MISSING, DigitsReward, MathReward, RewardError, Scorer, SoftOverlong, ThinkingReward
+from tests.world import run_script
 
 grade = MathReward()
 
@@ -239,3 +243,72 @@ def test_a_long_answer_loses_linearly_over_the_cache_and_then_all(tokens, reward
 def test_a_cache_that_does_not_fit_is_refused(cache):
     with pytest.raises(ValueError, match=rf"cache={cache} must be above 0 and at most max_tokens=20"):
         SoftOverlong(max_tokens=20, cache=cache)
+
+
+together = threading.Barrier(2, timeout=60)
+
+
+def meets(prompt: str, response: str, target: str) -> float:
+    together.wait()  # for another answer that is being scored
+    return float(len(response))
+
+
+def group_of(index: int, *responses: str) -> Group:
+    return Group(Prompt(index, [1]), [Completion(text, [1], [0.0], {}, "eos") for text in responses])
+
+
+def test_threads_score_answers_at_once_and_what_they_score_is_the_same():
+    groups = [group_of(i, "a" * i, "bb" * i) for i in range(4)]
+    length = {"length": Call("tests.test_rewards.letters", {"weight": 2.0}), "custom": Call("rollout.rewards.ThinkingReward", {})}
+    alone, pooled = Scorer(length), Scorer(length, threads=3)
+    for group in groups:
+        pooled.begin(group)
+        alone.begin(group)  # nothing: it has no threads
+    assert [pooled.score(g) for g in reversed(groups)] == [alone.score(g) for g in reversed(groups)]
+    meeting = Scorer({"meets": Call("tests.test_rewards.meets", {})}, threads=2)
+    meeting.begin(groups[3])
+    assert meeting.score(groups[3]).rewards == [3.0, 6.0]
+
+
+def letters(prompt: str, response: str, target: str) -> float:
+    return float(len(response))
+
+
+def test_a_reward_that_raises_in_a_thread_names_itself_and_the_sample():
+    scorer = Scorer({"odd": Call("tests.test_rewards.refuses", {})}, threads=2)
+    scorer.begin(group_of(7, "fine", "odd"))
+    with pytest.raises(RewardError, match=r"rewards.odd, prompt 7, sample 1 \(response 'odd'\) raised KeyError: 'odd'"):
+        scorer.score(group_of(7, "fine", "odd"))
+
+
+def refuses(prompt: str, response: str, target: str) -> float:
+    if response == "odd":
+        raise KeyError(response)
+    return 0.0
+
+
+SAYS_WHEN = """
+import threading
+from parallel import launch
+
+def grade(prompt, response, target):
+    with open("TOLD", "a") as told:
+        told.write(f"{launch.phase()} {threading.current_thread() is threading.main_thread()}\\n")
+    return float(len(response))
+"""
+
+
+def test_answers_are_scored_while_others_are_sampled_and_the_run_is_the_same(tmp_path, tiny_qwen3, additions):
+    numbers, told = {}, {}
+    for threads in (0, 2):
+        (tmp_path / f"when{threads}.py").write_text(SAYS_WHEN.replace("TOLD", str(tmp_path / f"told{threads}")))
+        lines = [f"model={tiny_qwen3}", f"dataset.path={additions}", f"rewards={{long: '{tmp_path}/when{threads}.py:grade'}}"]
+        lines += ["training={steps: 2, batch_size: 4, seq_len: 32, dtype: float32}", f"grpo={{n_samples: 2, reward_threads: {threads}}}"]
+        lines += ["generator.max_num_seqs=2", "device=cpu", f"output={tmp_path / str(threads)}"]
+        run_script(1, "train_grpo.py", *lines)
+        told[threads] = Counter((tmp_path / f"told{threads}").read_text().splitlines())
+        rows = [json.loads(line) for line in (tmp_path / str(threads) / "metrics.jsonl").read_text().splitlines()]
+        numbers[threads] = [{k: v for k, v in row.items() if not k.startswith(("time/", "perf/", "mem/"))} for row in rows]
+    assert told[0] == {"reward True": 16}
+    assert told[2].total() == 16 and told[2]["generate False"] > 0 and not any("True" in when for when in told[2])
+    assert numbers[0] == numbers[2]
