@@ -1,10 +1,11 @@
 """train_grpo.py as it stands, with what happened inside written down: for torchrun, in place of train_grpo.py.
 
-    OBSERVE=<folder> [REPLAY=<folder>] torchrun --nproc-per-node=3 tests/observe.py <config> [key=value ...]
+    OBSERVE=<folder> [REPLAY=<folder> | FOLLOW=<folder>] torchrun --nproc-per-node=3 tests/observe.py <config> [key=value ...]
 
 Every rank writes <folder>/rank_<r>.pkl, which `read_observed` reads. Nothing is replaced, each observation point calls the code it stands
 before, but for one thing: with REPLAY the engines are left out and every generator rank answers its share of the prompts with
-the completions that an earlier observation holds. That is for layouts that differ in the trainer only.
+the completions that an earlier observation holds. That is for layouts that differ in the trainer only. With FOLLOW the engines are
+there and sample, which is written down, and then answer in the same way.
 """
 
 import os
@@ -36,6 +37,7 @@ class Observed:
     advantages: list[list[list[float]]] = field(default_factory=list)
     attached: list[dict[str, list[np.ndarray]]] = field(default_factory=list)  # "ref_logprobs", "old_logprobs": [R] per episode
     gradient: dict[str, torch.Tensor] = field(default_factory=dict)  # of the first update, as AdamW gets it: whole tensors
+    sampled: list[Group] = field(default_factory=list)  # by an engine that follows
 
 
 def read_observed(path: Path) -> Observed:
@@ -89,17 +91,32 @@ class Replay(Generator):
         self.grid = place.generator
 
     def generate(self, prompts: list[Prompt], n_samples: int, sampling: Sampling) -> list[Group]:
-        groups = [replace(self.recorded[p.index], rewards=[], reward_parts={}) for p in share(prompts, self.grid)]
-        for group, prompt in zip(groups, share(prompts, self.grid), strict=True):
-            assert group.prompt == prompt and len(group.completions) == n_samples, f"{prompt} was not recorded"
-            versions = {c.policy_version for c in group.completions}
-            assert versions == {self.version}, f"prompt {prompt.index}: recorded versions {versions}, now {self.version}"
-        return groups
+        return from_record(self.recorded, share(prompts, self.grid), n_samples, self.version)
 
     def load(self, buckets: Iterator, version: int) -> None:
         sent = [name for bucket in buckets for name, _, _ in bucket]
         assert sent or not holds(self.grid), "an engine was sent no weights"
         self.version = version
+
+
+class Follow(Generator):
+    """A generator whose engine samples, and that answers with the completions recorded."""
+
+    recorded: dict[int, Group]  # by the prompt's index
+    seen: Observed
+
+    def generate(self, prompts: list[Prompt], n_samples: int, sampling: Sampling) -> list[Group]:
+        self.seen.sampled += super().generate(prompts, n_samples, sampling)
+        return from_record(self.recorded, share(prompts, self.grid), n_samples, self.version)
+
+
+def from_record(recorded: dict[int, Group], prompts: list[Prompt], n_samples: int, version: int) -> list[Group]:
+    groups = [replace(recorded[p.index], rewards=[], reward_parts={}) for p in prompts]
+    for group, prompt in zip(groups, prompts, strict=True):
+        assert group.prompt == prompt and len(group.completions) == n_samples, f"{prompt} was not recorded"
+        versions = {c.policy_version for c in group.completions}
+        assert versions == {version}, f"prompt {prompt.index}: recorded versions {versions}, now {version}"
+    return groups
 
 
 def recorded_groups(folder: Path) -> dict[int, Group]:
@@ -121,4 +138,7 @@ if __name__ == "__main__":
     if "REPLAY" in os.environ:
         Replay.recorded = recorded_groups(Path(os.environ["REPLAY"]))
         train_grpo.Generator = Replay  # type: ignore[misc]
+    if "FOLLOW" in os.environ:
+        Follow.recorded, Follow.seen = recorded_groups(Path(os.environ["FOLLOW"])), seen
+        train_grpo.Generator = Follow  # type: ignore[misc]
     launch(observed(train_grpo.main, seen, folder))
