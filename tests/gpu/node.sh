@@ -2,6 +2,7 @@
 # All that is to be known of a machine with 2, 4 or 8 GPUs, in one call; verdicts, tables and JSON lines are in the folder OUT.
 #
 #   [OUT=folder] [GSM8K=train.jsonl] [PYTHON=python3] tests/gpu/node.sh [placements sub_world matrix sync scaling failures]
+#   ROUNDS=2 OUT=folder tests/gpu/node.sh scaling     after one with the same OUT: the second round of its runs
 #   REHEARSE=4 tests/gpu/node.sh ...        the same on a CPU: 4 ranks, gloo, tiny models; its figures mean nothing
 #
 # Without names: all. With the same OUT several calls add up, and a bench goes on after the last whole run of a call that was ended.
@@ -30,11 +31,18 @@ data=()
 if [[ -f ${GSM8K:-} && -z ${REHEARSE:-} ]]; then data=(--data "$GSM8K"); fi
 if [[ -n ${REHEARSE:-} ]]; then
   sync=(--device cpu --shapes tiny small --rounds 1)
-  scale=(--device cpu --shape tiny --prompts 2 --samples 2 --new 4 --steps 3 --rounds 1)
+  rounds=1
+  scale=(--device cpu --shape tiny --prompts 2 --samples 2 --new 4 --steps 3)
 else
   sync=(--device cuda --shapes 1.7b 8b --rounds 5)
-  scale=(--device cuda --shape 1.7b --prompts 16 --samples 8 --new 256 --steps 6 --rounds 2 --ours training.compile=true)
+  scale=(--device cuda --shape 1.7b --prompts 16 --samples 8 --new 256 --steps 5)
+  rounds=${ROUNDS:-1}
 fi
+case ${ranks[-1]} in
+  8) sync+=(--layouts "1 -> 1" "FSDP 4 -> 4 engines" "FSDP 4 -> 2 engines of TP 2") ;;
+  4) sync+=(--layouts "1 -> 1" "FSDP 2 -> 2 engines" "FSDP 2 -> TP 2") ;;
+  2) sync+=(--layouts "1 -> 1") ;;
+esac
 failed=0
 bench() { # NAME ARGUMENT...: its JSON lines to $OUT/NAME.jsonl, what it tells to $OUT/NAME.err
   "$python" -m "bench.$1" "${@:2}" >"$OUT/bench_$1.out" 2> >(tee "$OUT/bench_$1.err" >&2) && cat "$OUT/bench_$1.out" || failed=1
@@ -49,7 +57,7 @@ for part in "${parts[@]}"; do
     sub_world) tests engines many_gpus ;;
     matrix) tests "" many_layouts ;;
     sync) bench sync "${sync[@]}" ;;
-    scaling) bench scale "${scale[@]}" "${data[@]}" --ranks "${ranks[@]}" --folder "$OUT/scale" ;;
+    scaling) bench scale "${scale[@]}" "${data[@]}" --rounds "$rounds" --ranks "${ranks[@]}" --folder "$OUT/scale" ;;
     failures) tests "" many_failures ;;
     *) echo "there is no part '$part'" >&2; exit 2 ;;
   esac
