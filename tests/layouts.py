@@ -22,16 +22,17 @@ import yaml
 from safetensors.torch import load_file
 
 from tests.observe import Observed, read_observed
-from tests.world import run_script
+from tests.world import ROOT, run_script
 
 ASKED = os.environ.get("LAYOUTS_DEVICE", "cpu")
 FOLLOWS = ASKED != "cpu"  # real engines follow one rank's completions
 # Products of fp32 on CUDA are added up in another order for every shape: the gradient of a GPU is 2.5e-5 from a CPU's (docs/results.md).
 LOOSER = {"cuda": 10.0}.get(ASKED, 1.0)  # than on a CPU, by this factor, are tolerances of sums
+ENGINE = {"kv_cache_memory_bytes": 2**30, "disable_custom_all_reduce": True}  # vLLM's own needs memory that an engine that sleeps has not
 ON_DEVICE: dict[str, dict[str, Any]] = {
     "cuda": {
         "device": "cuda", "grpo": {"seeded_sampling": "always"},
-        "generator": {"gpu_memory_utilization": 0.05, "enforce_eager": True, "engine": {"kv_cache_memory_bytes": 2**30}},
+        "generator": {"gpu_memory_utilization": 0.05, "enforce_eager": True, "engine": ENGINE},
     },
 }  # fmt: skip
 
@@ -263,7 +264,8 @@ class Runs:
         elif isinstance(recorded[0].result(), str):
             return recorded[0].result()
         (folder / "config.yaml").write_text(yaml.safe_dump(config | {"output": str(folder / "run"), "resume": "never"}))
-        env = {"OBSERVE": str(folder)}
+        path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+        env = {"OBSERVE": str(folder), "PYTHONPATH": path}
         if recorded is not None:
             env |= {"REPLAY" if layout.replays else "FOLLOW": str(recorded[1])}
         try:

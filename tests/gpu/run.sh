@@ -7,7 +7,7 @@
 # first two GPUs of CUDA_VISIBLE_DEVICES. Tests that measure time or all of a GPU's memory run alone on theirs: on one GPU after the
 # others, on two beside them. Those of many GPUs (test_many_*.py) come last, alone, and have all of them, of which they use 8, 4 or 2:
 #
-#   [K="colocated or sub_world"] tests/gpu/run.sh many_gpus many_layouts many_failures      K: those that pytest's -k takes
+#   [K="colocated or engines"] tests/gpu/run.sh many_gpus many_layouts many_failures      K: those that pytest's -k takes
 #   REHEARSE=4 tests/gpu/run.sh many_gpus ...                                             the same on a CPU with 4 ranks, tiny models, gloo
 #
 # NVLink multicast is off for all: where a host's GPUs are shared by several machines, one that uses it can take them from the others.

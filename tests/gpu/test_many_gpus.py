@@ -68,7 +68,8 @@ def run_of(inputs, tmp_path_factory):
 def roles(name: str) -> list[str]:
     trainer, reference, engines, tp, _ = PLACEMENTS[name]
     if not trainer:
-        return ["colocate=true", f"services.generator.procs={tp}"]
+        # vLLM's own all-reduce shares memory between processes, which that of an engine that can sleep does not allow.
+        return ["colocate=true", f"services.generator.procs={tp}", "generator.engine={disable_custom_all_reduce: true}"]
     of_reference = f"services.ref_model.procs={reference}" if reference else "services.ref_model.with_gpus=false"
     of_engines = [f"services.generator.procs={tp}", f"services.generator.num_replicas={engines}"]
     return [f"services.trainer.procs={trainer}", of_reference, *of_engines]
@@ -110,6 +111,8 @@ def test_a_placement_runs_to_its_end_with_the_memory_of_its_plan(placement, run_
         assert PLACEMENTS[placement][0] or max(used) - min(used) <= 0.1, used  # beside an engine unused blocks are given back
     for name, count in planned(placement, inputs[0]).items():
         found = max(s[name] for s in later) * GIB
+        if name == "mem/score/reference_gib" and not found:  # on the GPU only while it scores
+            continue
         figures[name.rpartition("/")[2] + "_of_plan"] = found / count
         assert abs(found / count - 1) <= 0.1, f"{name}: {found / GIB:.3f} GiB, and the plan has {count / GIB:.3f}"
 
