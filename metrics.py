@@ -204,8 +204,12 @@ class Clock:
         self._current, self._since = phase, now
 
     @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
+    def phase(self, name: str, *, after: dist.ProcessGroup | None = None) -> Iterator[None]:
+        """after: the phase begins when all ranks of that group have come to it; until then it is "wait"."""
         assert name in self.seconds, f"{name} is not one of the phases {', '.join(self.seconds)}"
+        if after is not None:
+            with self.phase("wait"):
+                dist.barrier(after)
         outer = self._current
         self._switch(name)
         enter(name)

@@ -94,7 +94,7 @@ def train(cfg: Config, place: Placement, output: Path, dataset: DatasetConfig, l
     step = published = saved.step  # steps done, and by the policy that the engines hold
 
     def publish() -> int:  # the engines become policy version `step`
-        with clock.phase("sync"):
+        with clock.phase("sync", after=place.objects):
             generator.load(stream_weights(policy.shards(), place, generator.dtype), version=step)
             if reference and training.moves_reference(step, published):
                 reference.refresh(stream_weights(policy.shards(), place, reference.dtype, to_reference=True), mix=training.ref_update_mix)

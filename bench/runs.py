@@ -47,6 +47,7 @@ class Work:
     row_tokens: int = 16384  # the project's tokens in one forward pass
     trl_engine: str = "vllm"  # or transformers: what samples for TRL
     ours: list[str] = field(default_factory=list)  # further key=value of train_grpo.py
+    ranks: int = 1  # of train_grpo.py, on this machine
 
 
 def vowels(prompt: str, response: str, target: str) -> float:
@@ -69,11 +70,12 @@ def ours(work: Work, folder: Path) -> list[dict[str, float]]:
         "rewards": {"given": work.reward}, "metrics": {"tensorboard": False, "samples_every": 0}, "resume": "never",
     } | on_gpu  # fmt: skip
     (folder / "config.yaml").write_text(json.dumps(keys))
-    start([sys.executable, "train_grpo.py", str(folder / "config.yaml"), *work.ours], folder / "log.txt", work.device)
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={work.ranks}"] if work.ranks > 1 else []
+    start([sys.executable, *torchrun, "train_grpo.py", str(folder / "config.yaml"), *work.ours], folder / "log.txt", work.device)
     lines = [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
     steps = [line for line in lines if line["step"] > 0]
     for step in steps:
-        step["tokens"] = round(step["perf/tok_s_train"] * step["time/train"])
+        step["tokens"] = round(step["perf/tok_s_train"] * step["time/train"])  # of a rank that trains
         step["parameters"] = 1e9 * step["perf/sync_gb"] / getattr(torch, work.dtype).itemsize
     shutil.rmtree(folder / "run/checkpoints")  # a run keeps its last state, 12 bytes a parameter
     return steps

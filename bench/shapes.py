@@ -31,6 +31,10 @@ SHAPES: dict[str, tuple[type, dict[str, Any]]] = {
         "hidden_size": 2048, "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128,
         "intermediate_size": 6144, "vocab_size": 151936, "tie_word_embeddings": True,
     }),
+    "8b": (Qwen3Config, {
+        "hidden_size": 4096, "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
+        "intermediate_size": 12288, "vocab_size": 151936, "tie_word_embeddings": False,
+    }),
 }  # fmt: skip
 PAD = 0
 

@@ -92,21 +92,23 @@ def figures(steps: list[dict[str, float]], product: float | None) -> dict[str, A
 def take_turns(work: Work, ways: list[str], rounds: int, folder: Path) -> list[dict[str, list[dict[str, float]]]]:
     """Each round's steps of each way. A run that `folder` has already, of the same work, versions, commit and device, is not made again."""
     found: list[dict[str, list[dict[str, float]]]] = []
-    asked = {"work": asdict(work), "state": runs.state_of(work.device)}
+    state = runs.state_of(work.device)
     for number, order in enumerate(turns(ways, rounds)):
-        steps = {}
-        for way in order:
-            here = folder / f"{number}-{way}"
-            known = here / "done.json"
-            if known.exists() and (kept := json.loads(known.read_text())) == asked | {"steps": kept["steps"]}:
-                steps[way] = kept["steps"]
-            else:
-                here.mkdir(parents=True, exist_ok=True)
-                tell(f"round {number + 1} of {rounds}: {way}")
-                steps[way] = WAYS[way](work, here)
-                known.write_text(json.dumps(asked | {"steps": steps[way]}))
-        found.append(steps)
+        told = f"round {number + 1} of {rounds}: "
+        found.append({way: once(work, way, folder / f"{number}-{way}", state, told + way) for way in order})
     return found
+
+
+def once(work: Work, way: str, here: Path, state: dict[str, Any], told: str) -> list[dict[str, float]]:
+    """The run's steps, from the folder `here` if it has the same run already."""
+    asked, known = {"work": asdict(work), "state": state}, here / "done.json"
+    if known.exists() and (kept := json.loads(known.read_text())) == asked | {"steps": kept["steps"]}:
+        return kept["steps"]
+    here.mkdir(parents=True, exist_ok=True)
+    tell(told)
+    steps = WAYS[way](work, here)
+    known.write_text(json.dumps(asked | {"steps": steps}))
+    return steps
 
 
 def report(bench: str, case: str, work: Work, found: list[dict[str, list[dict[str, float]]]], base: str, options: Any) -> None:

@@ -31,7 +31,9 @@ from bench.measure import Seconds, compared, figure, line_through, positive, say
 from bench.shapes import SHAPES, write_checkpoint
 from model import Model, ModelSource
 from parallel.exchange import from_each
+from parallel.hardware import device_type, num_ranks
 from parallel.launch import launch
+from parallel.memory import empty_cache
 from parallel.placement import Placement, holds
 from parallel.roles import ParallelismConfig, Plan, ServiceConfig, ServicesConfig
 from parallel.weights import Bucket, stream_weights
@@ -40,12 +42,15 @@ from rollout.loading import verify
 
 DTYPE = torch.bfloat16
 PASSED_ON = ("rounds", "threads", "device", "bucket_mib")
-LAYOUTS = {  # ranks, services, colocate
-    "1 -> 1": (2, {"trainer": 1, "generator": 1}, False),
-    "FSDP 2 -> 1": (3, {"trainer": 2, "generator": 1}, False),
-    "FSDP 2 -> TP 2": (4, {"trainer": 2, "generator": 2}, False),
-    "1, colocated": (1, {"generator": 1}, True),
-    "FSDP 2 and TP 2, colocated": (2, {"generator": 2}, True),
+LAYOUTS = {  # ranks, of the trainer, of an engine, engines; 0 of the trainer: it has all ranks
+    "1 -> 1": (2, 1, 1, 1),
+    "FSDP 2 -> 1": (3, 2, 1, 1),
+    "FSDP 2 -> TP 2": (4, 2, 2, 1),
+    "FSDP 2 -> 2 engines": (4, 2, 1, 2),
+    "FSDP 4 -> 4 engines": (8, 4, 1, 4),
+    "FSDP 4 -> 2 engines of TP 2": (8, 4, 2, 2),
+    "1, colocated": (1, 0, 1, 1),
+    "FSDP 2 and TP 2, colocated": (2, 0, 2, 1),
 }
 
 
@@ -122,9 +127,9 @@ def measure(world: World, rounds: int) -> dict[str, list[Seconds]]:
 def run_layout(options: argparse.Namespace) -> None:
     """On every rank of the layout's world; the first prints what was measured."""
     torch.set_num_threads(options.threads)
-    ranks, procs, colocate = LAYOUTS[options.layout]
-    services = ServicesConfig(**{role: ServiceConfig(procs=count) for role, count in procs.items()})
-    plan = Plan.make(services, ParallelismConfig(), colocate=colocate, wants_reference=False, world_size=ranks)
+    ranks, trainers, tp, engines = LAYOUTS[options.layout]
+    services = ServicesConfig(trainer=ServiceConfig(procs=trainers or 1), generator=ServiceConfig(procs=tp, num_replicas=engines))
+    plan = Plan.make(services, ParallelismConfig(), colocate=not trainers, wants_reference=False, world_size=ranks)
     place = Placement.build(plan, options.device)
     world = World(place, options.model, int(options.bucket_mib * 2**20) if options.bucket_mib else None)
     found = compared(measure(world, options.rounds), "per_tensor")
@@ -153,18 +158,22 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1, help="of torch, a rank")
     parser.add_argument("--bucket-mib", type=float, help="size of a bucket; default: that of a run")
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda; layouts that need more GPUs than there are fail")
-    parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS), help="which to run")
+    parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, help="which to run; default: those that have GPUs, of 4 ranks on a CPU")
     parser.add_argument("--layout", choices=LAYOUTS, help=argparse.SUPPRESS)
     parser.add_argument("--model", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.layout:
         launch(lambda: run_layout(options))
         return
+    device = device_type(options.device)
+    most = num_ranks({"cuda": 8}.get(device, 4))
+    layouts = options.layouts or [name for name, (ranks, *_) in LAYOUTS.items() if ranks <= most]
     sizes: dict[tuple[str, str], list[tuple[int, float]]] = {}
     for shape in options.shapes:
         with tempfile.TemporaryDirectory() as folder:
-            write_checkpoint(Path(folder), shape)
-            for layout in options.layouts:
+            write_checkpoint(Path(folder), shape, device=device)
+            empty_cache()  # the GPU's memory is for the layouts' own processes
+            for layout in layouts:
                 found = world_of(layout, folder, options)
                 for way, figures in found["ways"].items():
                     speed = figure(found["bytes"] / figures["seconds"] / 1e9)

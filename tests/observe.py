@@ -1,10 +1,11 @@
 """train_grpo.py as it stands, with what happened inside written down: for torchrun, in place of train_grpo.py.
 
-    OBSERVE=<folder> [REPLAY=<folder>] torchrun --nproc-per-node=3 tests/observe.py <config> [key=value ...]
+    OBSERVE=<folder> [REPLAY=<folder> | FOLLOW=<folder>] torchrun --nproc-per-node=3 tests/observe.py <config> [key=value ...]
 
 Every rank writes <folder>/rank_<r>.pkl, which `read_observed` reads. Nothing is replaced, each observation point calls the code it stands
 before, but for one thing: with REPLAY the engines are left out and every generator rank answers its share of the prompts with
-the completions that an earlier observation holds. That is for layouts that differ in the trainer only.
+the completions that an earlier observation holds. That is for layouts that differ in the trainer only. With FOLLOW the engines are
+there and sample, which is written down, and then answer in the same way.
 """
 
 import os
@@ -27,6 +28,8 @@ from rollout.generator import Generator
 from rollout.sampling import Sampling
 from trainer import Trainer
 
+Done = Callable[[Group], None]
+
 
 @dataclass
 class Observed:
@@ -36,6 +39,7 @@ class Observed:
     advantages: list[list[list[float]]] = field(default_factory=list)
     attached: list[dict[str, list[np.ndarray]]] = field(default_factory=list)  # "ref_logprobs", "old_logprobs": [R] per episode
     gradient: dict[str, torch.Tensor] = field(default_factory=dict)  # of the first update, as AdamW gets it: whole tensors
+    sampled: list[Group] = field(default_factory=list)  # by an engine that follows
 
 
 def read_observed(path: Path) -> Observed:
@@ -88,21 +92,34 @@ class Replay(Generator):
         super().__init__(source, cfg, replace(place, generator=nowhere), *limits, **options)  # type: ignore[arg-type]
         self.grid = place.generator
 
-    def generate(
-        self, prompts: list[Prompt], n_samples: int, sampling: Sampling, done: Callable[[Group], None] = lambda _group: None
-    ) -> list[Group]:
-        groups = [replace(self.recorded[p.index], rewards=[], reward_parts={}) for p in share(prompts, self.grid)]
-        for group, prompt in zip(groups, share(prompts, self.grid), strict=True):
-            assert group.prompt == prompt and len(group.completions) == n_samples, f"{prompt} was not recorded"
-            versions = {c.policy_version for c in group.completions}
-            assert versions == {self.version}, f"prompt {prompt.index}: recorded versions {versions}, now {self.version}"
-            done(group)
-        return groups
+    def generate(self, prompts: list[Prompt], n_samples: int, sampling: Sampling, done: Done = lambda _group: None) -> list[Group]:
+        return from_record(self.recorded, share(prompts, self.grid), n_samples, self.version, done)
 
     def load(self, buckets: Iterator, version: int) -> None:
         sent = [name for bucket in buckets for name, _, _ in bucket]
         assert sent or not holds(self.grid), "an engine was sent no weights"
         self.version = version
+
+
+class Follow(Generator):
+    """A generator whose engine samples, and that answers with the completions recorded."""
+
+    recorded: dict[int, Group]  # by the prompt's index
+    seen: Observed
+
+    def generate(self, prompts: list[Prompt], n_samples: int, sampling: Sampling, done: Done = lambda _group: None) -> list[Group]:
+        self.seen.sampled += super().generate(prompts, n_samples, sampling)
+        return from_record(self.recorded, share(prompts, self.grid), n_samples, self.version, done)
+
+
+def from_record(recorded: dict[int, Group], prompts: list[Prompt], n_samples: int, version: int, done: Done) -> list[Group]:
+    groups = [replace(recorded[p.index], rewards=[], reward_parts={}) for p in prompts]
+    for group, prompt in zip(groups, prompts, strict=True):
+        assert group.prompt == prompt and len(group.completions) == n_samples, f"{prompt} was not recorded"
+        versions = {c.policy_version for c in group.completions}
+        assert versions == {version}, f"prompt {prompt.index}: recorded versions {versions}, now {version}"
+        done(group)
+    return groups
 
 
 def recorded_groups(folder: Path) -> dict[int, Group]:
@@ -124,4 +141,7 @@ if __name__ == "__main__":
     if "REPLAY" in os.environ:
         Replay.recorded = recorded_groups(Path(os.environ["REPLAY"]))
         train_grpo.Generator = Replay  # type: ignore[misc]
+    if "FOLLOW" in os.environ:
+        Follow.recorded, Follow.seen = recorded_groups(Path(os.environ["FOLLOW"])), seen
+        train_grpo.Generator = Follow  # type: ignore[misc]
     launch(observed(train_grpo.main, seen, folder))
