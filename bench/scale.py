@@ -22,7 +22,6 @@ nothing of a GPU.
 """
 
 import argparse
-import json
 import math
 import statistics
 import tempfile
@@ -35,8 +34,8 @@ import torch
 from bench import runs
 from bench.measure import dtype_of, exponent, figure, positive, refuse, say, spread, tell, turns, versions
 from bench.runs import PHASES, Work
-from bench.shapes import SHAPES, texts_of, write_checkpoint, write_prompts
-from bench.step import TOLERANCE, first_step_wrong, once, short, tokens_wrong
+from bench.shapes import SHAPES
+from bench.step import TOLERANCE, add_run_arguments, first_step_wrong, materials, once, short, tokens_wrong
 from parallel.hardware import device_type, num_ranks
 
 Steps = list[dict[str, float]]
@@ -150,6 +149,7 @@ def report(kinds: dict[str, list[Setup]], found: list[dict[Setup, Steps]], work:
 
 def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_run_arguments(parser)
     parser.add_argument("--shape", choices=SHAPES, default="tiny", help="of the model")
     parser.add_argument("--kinds", nargs="+", choices=("strong", "weak", "split"), default=["strong", "weak", "split"])
     parser.add_argument("--ranks", nargs="+", type=positive, help="numbers of ranks")
@@ -157,16 +157,6 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--samples", type=positive, default=4, help="of a prompt")
     parser.add_argument("--new", type=positive, default=32, help="tokens of an answer")
     parser.add_argument("--trainers", type=float, default=0.5, help="share of the ranks that train, in split")
-    parser.add_argument("--steps", type=positive, default=5, help="of a run, 3 at least; the first and the last are dropped")
-    parser.add_argument("--rounds", type=positive, default=2, help="runs of each setup")
-    parser.add_argument("--data", type=Path, help="JSONL with a column question, such as GSM8K's; default: made-up problems")
-    parser.add_argument("--folder", type=Path, help="keeps the runs; one of equal work, versions, commit and device is not made again")
-    parser.add_argument("--row-tokens", type=positive, default=16384, help="training.max_tokens_per_batch")
-    parser.add_argument("--memory", type=float, default=0.4, help="the engine's share of a GPU's memory")
-    parser.add_argument("--ours", nargs="*", default=[], metavar="KEY=VALUE", help="further keys of train_grpo.py")
-    parser.add_argument("--tolerance", type=json.loads, default=TOLERANCE, help="of the first step, as JSON; default %(default)s")
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    parser.add_argument("--dtype", choices=("bfloat16", "float32"), help="of the computation; default: float32 on a CPU, else bfloat16")
     options = parser.parse_args()
     if options.steps < 3:
         parser.error(f"--steps {options.steps}: the first and the last step are dropped, so 3 are needed")
@@ -184,12 +174,7 @@ def main() -> None:
     kinds = {kind: each for kind, each in kinds.items() if each}
     with tempfile.TemporaryDirectory() as temporary:
         folder = options.folder or Path(temporary)
-        folder.mkdir(parents=True, exist_ok=True)
-        data = options.data or write_prompts(folder / "prompts.jsonl", 512)
-        model = folder / f"model-{options.shape}"
-        if not (model / "tokenizer.json").exists():
-            write_checkpoint(model, options.shape, texts_of(data), dtype=dtype)
-        longest = max(len(p.token_ids) for p in runs.prompts_of(str(data), str(model), 0, 8192, len(texts_of(data))))
+        model, data, longest = materials(folder, options.data, options.shape, dtype)
         work = Work(
             str(model), str(data), options.prompts, options.samples, options.new, options.steps, longest + options.new,
             str(dtype).removeprefix("torch."), options.device, {"fn": "bench.runs.vowels"}, row_tokens=options.row_tokens,
@@ -204,7 +189,7 @@ def main() -> None:
             found.append({setup: done[setup] for setup in each.values()})
             for setup, steps in found[-1].items():
                 tell(f"{setup.name:<36}{figures(setup, steps)['step_s']:>9.3f} s")
-        report(kinds, found, work, options.tolerance)
+        report(kinds, found, work, options.tolerance or TOLERANCE)
 
 
 if __name__ == "__main__":

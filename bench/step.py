@@ -135,19 +135,34 @@ def report(bench: str, case: str, work: Work, found: list[dict[str, list[dict[st
         say(bench, case, way=way, generation=engine, rounds=len(found), **middle, **ratios, **asked, **shared)
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_run_arguments(parser: argparse.ArgumentParser) -> None:
+    """Of whole runs of train_grpo.py, whatever they are compared with."""
     parser.add_argument("--steps", type=positive, default=5, help="of a run; the first is dropped")
-    parser.add_argument("--rounds", type=positive, default=2, help="runs of each way")
+    parser.add_argument("--rounds", type=positive, default=2, help="runs of each")
     parser.add_argument("--data", type=Path, help="JSONL with a column question, such as GSM8K's; default: made-up problems")
     parser.add_argument("--folder", type=Path, help="keeps the runs; one of equal work, versions, commit and device is not made again")
-    parser.add_argument("--micro-batch", type=int, default=8, help="TRL's sequences in one forward pass")
-    parser.add_argument("--row-tokens", type=int, default=16384, help="training.max_tokens_per_batch")
-    parser.add_argument("--memory", type=float, default=0.4, help="both engines' share of a GPU's memory")
+    parser.add_argument("--row-tokens", type=positive, default=16384, help="training.max_tokens_per_batch")
+    parser.add_argument("--memory", type=float, default=0.4, help="an engine's share of a GPU's memory")
     parser.add_argument("--ours", nargs="*", default=[], metavar="KEY=VALUE", help="further keys of train_grpo.py")
     parser.add_argument("--tolerance", type=json.loads, help=f"of the first step, as JSON; default {json.dumps(TOLERANCE)}")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), help="of the computation; default: float32 on a CPU, else bfloat16")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_run_arguments(parser)
+    parser.add_argument("--micro-batch", type=int, default=8, help="TRL's sequences in one forward pass")
     parser.add_argument("--product", type=int, default=0, help="size of a bf16 product that the training's speed is compared with")
+
+
+def materials(folder: Path, given: Path | None, shape: str, dtype: torch.dtype) -> tuple[Path, Path, int]:
+    """Model, prompts and the tokens of the longest of these; in `folder`, made where they are not there. given: prompts to take."""
+    folder.mkdir(parents=True, exist_ok=True)
+    data = given or write_prompts(folder / "prompts.jsonl", 512)
+    model = folder / f"model-{shape}"
+    if not (model / "tokenizer.json").exists():
+        write_checkpoint(model, shape, texts_of(data), dtype=dtype)
+    return model, data, max(len(p.token_ids) for p in runs.prompts_of(str(data), str(model), 0, 8192, len(texts_of(data))))
 
 
 def compare(bench: str, case: str, sizes: dict[str, Any], ways: list[str], base: str, options: argparse.Namespace) -> None:
@@ -158,12 +173,7 @@ def compare(bench: str, case: str, sizes: dict[str, Any], ways: list[str], base:
     dtype = dtype_of(options.dtype, device)
     with tempfile.TemporaryDirectory() as temporary:
         folder = options.folder or Path(temporary)
-        folder.mkdir(parents=True, exist_ok=True)
-        data = options.data or write_prompts(folder / "prompts.jsonl", 512)
-        model = folder / f"model-{sizes['shape']}"
-        if not (model / "tokenizer.json").exists():
-            write_checkpoint(model, sizes["shape"], texts_of(data), dtype=dtype)
-        longest = max(len(p.token_ids) for p in runs.prompts_of(str(data), str(model), 0, 8192, len(texts_of(data))))
+        model, data, longest = materials(folder, options.data, sizes["shape"], dtype)
         engine = {"cpu": "transformers"}.get(device.type, "vllm")
         work = Work(
             str(model), str(data), sizes["prompts"], sizes["samples"], sizes["new"], options.steps, longest + sizes["new"],

@@ -52,6 +52,14 @@ def job(tmp_path, tiny_qwen3, additions):
     assert processes_of(tmp_path) == []
 
 
+def begin(ranks: int, folder: Path, *arguments: str) -> subprocess.Popen:
+    """A job in the background, whose output goes to `folder`/console.txt."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", *arguments]
+    with (folder / "console.txt").open("wb") as console:
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=console, stderr=subprocess.STDOUT)
+
+
 def failure(ranks: int, *arguments: str) -> str:
     """What a job that fails has printed, without the report of torchrun, which is the same for every failure."""
     done = run_script(ranks, *arguments, check=False, timeout_s=400)
@@ -154,10 +162,7 @@ LAST_WORDS = r"^rank \d (?:lost another rank in phase \w+\.|was told to end \(SI
 @pytest.mark.parametrize("engine_ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_the_death_of_one_rank_ends_the_job(engine_ranks, job, tmp_path):
     extra = ["training.steps=100000", "colocate=true", f"services.generator.procs={engine_ranks}"]
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *job, *extra]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    with (tmp_path / "console.txt").open("wb") as console:
-        torchrun = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=console, stderr=subprocess.STDOUT)
+    torchrun = begin(2, tmp_path, *job, *extra)
     metrics = tmp_path / "run/metrics.jsonl"
     try:
         until(lambda: metrics.exists() and metrics.read_text().count("\n") > 1, 400, torchrun)
@@ -194,10 +199,7 @@ def until(happened, timeout_s: float, process: subprocess.Popen) -> None:
 
 def wait_for_checkpoint(job: list[str], tmp_path: Path, *extra: str) -> subprocess.Popen:
     """A job of two ranks that goes on for ever, once it has a checkpoint."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *job, *extra]
-    with (tmp_path / "console.txt").open("wb") as console:
-        environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        torchrun = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=console, stderr=subprocess.STDOUT)
+    torchrun = begin(2, tmp_path, *job, *extra)
     try:
         until(lambda: any((tmp_path / "run/checkpoints").glob("step_*/WHOLE")), 400, torchrun)
     except AssertionError:

@@ -15,6 +15,7 @@ BEFORE = {"model": "m", "seed": 0, "training": {"steps": 10, "learning_rate": 1e
     BEFORE | {"training": {"steps": 20, "learning_rate": 1e-6}},
     BEFORE | {"services": {"trainer": {"procs": 2}}},
     BEFORE | {"resume": "auto", "metrics": {"jsonl": False}},
+    BEFORE | {"training": {"steps": 10, "learning_rate": 1e-6, "stall_timeout_s": 0.0}, "grpo": {"reward_threads": 8}},
 ])  # fmt: skip
 def test_a_run_goes_on_for_longer_and_on_other_ranks(now):
     check_same_run(Path("runs/x"), BEFORE, now)
@@ -48,6 +49,12 @@ def test_kl_in_the_reward_is_refused_where_the_advantage_would_not_see_it():
 def test_a_vocabulary_cut_by_the_sampler_is_refused_with_the_reason(key, value):
     with pytest.raises(ValueError, match=f"{key}={value}: must be .* in training.*off by the kept mass.*grpo.temperature"):
         GRPOConfig(**{key: value}).check()
+
+
+@pytest.mark.parametrize(("key", "least"), [("n_samples", 1), ("max_policy_age", 0), ("reward_threads", 0)])
+def test_a_count_that_is_too_small_is_refused_with_the_least(key, least):
+    with pytest.raises(ValueError, match=f"^{key}={least - 1}: must be at least {least}$"):
+        GRPOConfig(**{key: least - 1}).check()
 
 
 def test_one_sample_a_prompt_cannot_be_compared_with_others():

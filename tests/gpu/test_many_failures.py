@@ -4,8 +4,6 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -13,8 +11,7 @@ import pytest
 
 from tests.gpu.conftest import REHEARSED, start, steps_of
 from tests.gpu.many import DEVICE, RANKS, needs_two
-from tests.test_failures import LAST_WORDS, processes_of, until
-from tests.world import ROOT
+from tests.test_failures import LAST_WORDS, begin, processes_of, until
 
 pytestmark = needs_two
 SAID = {
@@ -50,11 +47,8 @@ def whole(output: Path) -> list[Path]:
 
 @pytest.mark.parametrize("sent", SAID, ids=lambda s: s.name)
 def test_a_lost_rank_ends_the_run_with_the_reason_and_it_goes_on_from_its_checkpoint(sent, config, tmp_path, figures):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}", "train_grpo.py", config]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    console, output = tmp_path / "console.txt", tmp_path / "run"
-    with console.open("wb") as file:
-        torchrun = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT)
+    output = tmp_path / "run"
+    torchrun = begin(RANKS, tmp_path, "train_grpo.py", config)
     try:
         until(lambda: whole(output), 400, torchrun)
         os.kill(process_of(1, tmp_path), sent)
@@ -65,7 +59,7 @@ def test_a_lost_rank_ends_the_run_with_the_reason_and_it_goes_on_from_its_checkp
         for pid in processes_of(tmp_path):  # its own; a stopped rank would outlive torchrun
             os.kill(pid, signal.SIGKILL)
         torchrun.wait()
-    printed = console.read_text()
+    printed = (tmp_path / "console.txt").read_text()
     words = [line for line in printed.splitlines() if re.search(SAID[sent], line)]
     assert status != 0 and len(words) == 1, printed[-6000:]
     figures["said"] = words[0]
