@@ -59,6 +59,7 @@ class Saved:
     step: int = 0  # steps done
     updates: int = 0  # optimizer steps done
     position: int = 0  # of the data
+    cut: tuple[tuple[str, int], ...] = ()  # of SFT: sequences that were cut or left out so far, by what was done with them
     waiting: list[list[Group]] = field(default_factory=list)  # rollouts sampled and not yet trained on
     random: list[tuple] = field(default_factory=list)  # state of each rank's random number generators
     engine_random: list[tuple | None] = field(default_factory=list)  # and of its engine's, where it has one
@@ -78,6 +79,7 @@ def save(
     clock: Clock,
     *,
     position: int,
+    cut: tuple[tuple[str, int], ...] = (),
     waiting: list[list[Group]] | None = None,
     recent: list[float] | None = None,
     engine_random: tuple | None = None,
@@ -92,7 +94,7 @@ def save(
     Those of later steps are removed too: like the lines of metrics.jsonl, they are of a run that this one has taken the place of.
     """
     with clock.phase("ckpt"):
-        saved = Saved(step, trainer.updates, position, waiting or [], recent=recent or [], best=best, stopping=stopping)
+        saved = Saved(step, trainer.updates, position, cut, waiting or [], recent=recent or [], best=best, stopping=stopping)
         saved = replace(saved, refreshes=reference.refreshes if reference is not None else 0)
         _save(output, trainer, reference, place, cfg, saved, engine_random)
 

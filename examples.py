@@ -7,7 +7,7 @@ and rows that are longer than a sequence may be.
 import logging
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from fractions import Fraction
 from itertools import islice
 from typing import Any, Literal
@@ -28,7 +28,8 @@ MAX_ROWS = 2**40  # a position is the rows that were taken, and this many times 
 
 
 class ExampleStream:
-    """Examples in run order. `position` is the whole state: a stream made with it goes on exactly there, on any number of ranks.
+    """Examples in run order. A stream made with the `position` of another goes on exactly there, on any number of ranks; `cut` is what
+    that one had counted.
 
     Rows come from the datasets by their weights (`Mixture`); with one dataset the order is data.PromptStream's. Each pass over a
     loaded dataset has its own order, made from the seed, the dataset's place in the list and the pass; streamed rows keep the source's
@@ -50,6 +51,7 @@ class ExampleStream:
         overlong: Overlong,
         position: int = 0,
         epochs: int | None = None,
+        cut: Iterable[tuple[str, int]] = (),
     ):
         cfgs = cfg if isinstance(cfg, list) else [cfg]
         if not cfgs:
@@ -59,7 +61,7 @@ class ExampleStream:
         self._mixture = Mixture([c.weight for c in cfgs], self.rows)
         placed = zip(cfgs, self._mixture.counts, strict=True)
         self._sources = [Source(c, tokenizer, seed=seed + i, position=taken) for i, (c, taken) in enumerate(placed)]
-        self._counts: Counter[str] = Counter()  # since this stream was made
+        self._counts = Counter(dict(cut))
         self._units = self._walk()
 
     @property
@@ -77,6 +79,11 @@ class ExampleStream:
         """0-based pass that the last row came from; with several datasets, of the one that is least far."""
         return min(source.epoch for source in self._sources)
 
+    @property
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps of it."""
+        return {"position": self.position, "cut": tuple(sorted(self._counts.items()))}
+
     def take(self, count: int) -> list[Episode]:
         """The examples of the next `count` rows that have any, or pieces of rows; fewer, at last none, only where `epochs` ends the data.
 
@@ -89,7 +96,7 @@ class ExampleStream:
         return episodes
 
     def counts(self) -> dict[str, float]:
-        """For the log: the pass (0-based), the rows taken; since this stream was made: what became of overlong sequences.
+        """For the log, since the start of the run: the pass (0-based), the rows taken, and what became of overlong sequences.
 
         data/truncated and data/split are sequences that were cut, data/dropped those (and rows) of which nothing was left to train on,
         data/untrained the pieces without a trained token, which were left out.

@@ -3,7 +3,7 @@
 import math
 import sys
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -115,10 +115,10 @@ def check_questions(cfg: SFTDataConfig, form: str, row: Row) -> None:
         raise ValueError(f"rewards would see no target: eval.dataset.path={cfg.path} has the columns {sorted(row)}; {how}")
 
 
-def read_rows(cfg: Any, tokenizer: Any, position: int = 0) -> ExampleStream:
-    """The run's training rows from `position` on."""
+def read_rows(cfg: Any, tokenizer: Any, position: int = 0, cut: Iterable[tuple[str, int]] = ()) -> ExampleStream:
+    """The run's training rows from `position` on, behind which so many were cut."""
     training = cfg.training
-    options = {"seq_len": training.seq_len, "overlong": cfg.overlong, "epochs": training.passes}
+    options = {"seq_len": training.seq_len, "overlong": cfg.overlong, "epochs": training.passes, "cut": cut}
     return ExampleStream(cfg.dataset, tokenizer, seed=cfg.seed, position=position, **options)
 
 

@@ -60,7 +60,7 @@ def main() -> None:
 def train(cfg: Config, place: Placement, output: Path) -> None:
     training, clock, source = cfg.training, Clock(), ModelSource(*config.model_source(cfg.model))
     saved = checkpoint.find(cfg.resume, output, place)
-    rows = finetune.read_rows(cfg, source.tokenizer(), saved.position)
+    rows = finetune.read_rows(cfg, source.tokenizer(), saved.position, saved.cut)
     total = training.steps if training.steps is not None else rows.steps_in_all(training.prompts_per_update)  # None: not known
     options: dict[str, Any] = {"dtype": training.dtype, "max_tokens": training.row_tokens, "switches": training.switches}
     policy = Model(source, place.trainer, trainable=True, temperature=1.0, **options)
@@ -83,11 +83,11 @@ def train(cfg: Config, place: Placement, output: Path) -> None:
         numbers |= evaluation.after_step(step, numbers["loss/policy"], is_last=step == total)
         log.step(step, numbers | (times := clock.reduce(place.objects)) | speed(episodes, times, place, policy, evaluation.generator))
         if evaluation.is_best(step) or checkpoint.is_due(step, cfg.checkpoint, 1):
-            checkpoint.save(output, step, trainer, place, cfg.checkpoint, clock, position=rows.position, **evaluation.state())
+            checkpoint.save(output, step, trainer, place, cfg.checkpoint, clock, **rows.state, **evaluation.state())
             kept = step
     log.step(step, last := evaluation.at_the_end(step))
     if step > kept or last:
-        checkpoint.save(output, step, trainer, place, cfg.checkpoint, clock, position=rows.position, **evaluation.state())
+        checkpoint.save(output, step, trainer, place, cfg.checkpoint, clock, **rows.state, **evaluation.state())
     if cfg.checkpoint.export_hf:
         policy.export(output / "hf")
         checkpoint.export_best(output, evaluation.best, trainer, place)
