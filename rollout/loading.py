@@ -3,6 +3,7 @@
 Which part of a checkpoint's tensor a tensor-parallel rank keeps is learned from vLLM's own loader, not from its layers: a tensor is
 first loaded by vLLM, and if what the rank then holds is, bit for bit, one part of the original and no other, that part is copied
 directly from then on. Whatever vLLM changes on the way, in shape, in type or in order, fits no part and stays with vLLM's loader.
+A tensor that is one number throughout (a norm's first weights, a bias of zeros) would fit any part: numbers that differ go before it.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -58,6 +59,7 @@ class Loader:
         """replica: the engine's ranks. inside: entered around every call into vLLM."""
         self.cuts: dict[str, Cut] = {}  # by the checkpoint's names
         self.before: Callable[[], None] = lambda: None  # called when the weights are about to change
+        self._asked: set[str] = set()  # what vLLM's loader was watched with; once is enough, for it reads every tensor's numbers
         self._replica, self._inside = replica, inside
         self._places: Places | None = None
 
@@ -85,13 +87,22 @@ class Loader:
         new = {t.name: part for t in bucket if (part := self._part(t, parts[t.name])) is not None}
         if new:
             torch._foreach_copy_([parts[name] for name in new], list(new.values()))
-        if others := [t for t in bucket if t.name not in new]:
-            with self._inside():
-                model.load_weights((t.name, t.tensor) for t in others)
-            self._places = Places(model)  # vLLM may have put another parameter in a place
-            parts, ranks = self._places.slices, dist.get_world_size(self._replica)
-            self.cuts |= {t.name: cut for t in others if (cut := find_cut(t.tensor, parts[t.name], ranks))}
+        if others := {t.name: t.tensor for t in bucket if t.name not in new}:
+            marks = {name: numbered(whole) for name, whole in others.items() if name not in self._asked and is_one_number(whole)}
+            if marks:
+                self._by_vllm(model, marks)
+            self._by_vllm(model, others)
         return {t.name: (t.checksum, t.tensor.numel()) for t in bucket}
+
+    def _by_vllm(self, model: nn.Module, tensors: dict[str, Tensor]) -> None:
+        """Have vLLM load them, and learn from it where they go."""
+        with self._inside():
+            model.load_weights(iter(tensors.items()))
+        self._places = Places(model)  # vLLM may have put another parameter in a place
+        parts, ranks = self._places.slices, dist.get_world_size(self._replica)
+        new = tensors.keys() - self._asked
+        self.cuts |= {name: cut for name in new if (cut := find_cut(tensors[name], parts[name], ranks))}
+        self._asked |= new
 
     def _part(self, sent: NamedTensor, place: Tensor) -> Tensor | None:
         """What of it goes to the rank's `place`; None where that is unknown, or no longer fits."""
@@ -104,8 +115,7 @@ class Loader:
 def find_cut(whole: Tensor, part: Tensor, ranks: int) -> Cut | None:
     """The only one of `ranks` equal parts along one dimension, or the last and smaller one, that `part` equals bit for bit.
 
-    None where it equals none or several, where two dimensions differ, and where all of `whole` is one number (a norm's first weights, a
-    bias of zeros): that would fit in any order.
+    None where it equals none or several, where two dimensions differ, and where all of `whole` is one number, which would fit in any order.
 
     >>> whole = torch.arange(10).view(5, 2)
     >>> find_cut(whole, whole[3:], ranks=2), find_cut(whole, whole[:, :1], ranks=2), find_cut(whole, whole[1:4], ranks=2)
@@ -122,10 +132,21 @@ def find_cut(whole: Tensor, part: Tensor, ranks: int) -> Cut | None:
     cuts = [Cut(dim, start, size) for start in sorted(starts) if 0 <= start <= total - size]
     if size == 0:
         return cuts[0]
-    if torch.equal(whole, whole.flatten()[:1].expand(whole.numel()).view(whole.shape)):
+    if is_one_number(whole):
         return None
     equal = [cut for cut in cuts if torch.equal(cut.of(whole), part)]
     return equal[0] if len(equal) == 1 else None
+
+
+def is_one_number(tensor: Tensor) -> bool:
+    """Is it the same number throughout? A NaN is no number."""
+    return tensor.numel() > 1 and torch.equal(tensor, tensor.flatten()[:1].expand(tensor.numel()).view(tensor.shape))
+
+
+def numbered(tensor: Tensor) -> Tensor:
+    """One like it, of numbers that differ from place to place, the same on every rank and in every run."""
+    draw = torch.Generator(tensor.device).manual_seed(0)
+    return torch.rand(tensor.shape, generator=draw, device=tensor.device).to(tensor.dtype)
 
 
 def verify(model: nn.Module, expected: Expected, replica: dist.ProcessGroup) -> None:

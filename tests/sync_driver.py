@@ -182,6 +182,7 @@ def ways(place: Placement, *, model: str, engine_dtype: str) -> dict[str, Any]:
     """The policy, copied by us and loaded by vLLM, each into an engine of which nothing is left, as after a deep sleep."""
     job = Job.start(place, model, engine_dtype=engine_dtype)
     job.publish()
+    known = sorted(job.generator._loader.cuts) if job.generator._llm is not None else []
     with torch.enable_grad():
         job.train(1)
     generator, weights = job.generator, job.weights()
@@ -190,7 +191,7 @@ def ways(place: Placement, *, model: str, engine_dtype: str) -> dict[str, Any]:
         job.publish()
         return {}
     engine = generator._model()
-    result: dict[str, Any] = {"tensors": sorted(checkpoint_slices(engine)), "known": sorted(generator._loader.cuts)}
+    result: dict[str, Any] = {"tensors": sorted(checkpoint_slices(engine)), "known": known}
     given: list[str] = []
     load_weights = engine.load_weights
 

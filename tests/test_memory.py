@@ -69,11 +69,12 @@ def test_other_errors_pass_unchanged(error):
 
 
 def test_the_trainers_bytes_are_near_what_a_qwen3_06b_took():
-    """Measured on one H200: 41.3 GiB at the peak, of which 2.2 GiB are the weights, with rows of up to 16,384 tokens."""
+    """Measured on one H200, twice: 41.3 and 41.8 GiB at the peak, of which 2.2 are the weights, with rows of up to 16,384 tokens."""
     weights = 4 * 596_049_920
     expected = training_bytes(weights, hidden=1024, intermediate=3072, heads=4096, layers=28, tokens=16384, itemsize=2)
     assert expected.kept == 2 * weights
-    assert expected.peak / GIB == pytest.approx(41.3 - 2.2, rel=0.1)
+    for measured in (41.3, 41.8):
+        assert expected.peak / GIB == pytest.approx(measured - 2.2, rel=0.1)
 
 
 def test_float32_activations_take_twice_the_bytes_of_bfloat16_and_so_do_gathered_weights():

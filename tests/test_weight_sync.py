@@ -137,7 +137,8 @@ def check_ways(results: list[dict]) -> None:
     loaded = [r for r in results if r]
     assert loaded
     for r in loaded:
-        assert r["known"] == r["tensors"] == r["given again"]  # vLLM's loader got all of them, and then none
+        # Once vLLM's loader got all of them, norms of ones and biases of zeros among them, and then none.
+        assert r["known"] == r["tensors"] == r["given again"]
         assert r["given"] == r["different"] == r["not the policy's"] == []
 
 

@@ -312,13 +312,15 @@ def budget(place: Placement, *, model: str) -> dict[str, Any]:
     trainer = Trainer(policy, training, GRPOLoss())
     trainer._adamw.register_step_pre_hook(lambda *_: found.update(gradients=trainer.residents()["gradients"]))
     draw = np.random.default_rng(0)
-    ones = np.ones(3840, np.float32)
-    episodes = [Episode(draw.integers(100, 40_000, 4096), 256, ones, draw.normal() * ones, group=i) for i in range(4)]
+    ones = np.ones(320, np.float32)
+    questions = draw.integers(100, 40_000, (8, 1536))  # four of them and their 8 answers each are a row: 16,384 tokens, 65,536 keys
+    rows = [(i, np.concatenate([questions[i], draw.integers(100, 40_000, 320)])) for i in range(8) for _ in range(8)]
+    episodes = [Episode(row, 1536, ones, draw.normal() * ones, group=i) for i, row in rows]
     torch.cuda.reset_peak_memory_stats()
     start = live()
     scored = [model.logprobs(episodes) for model in (reference, idle)]
     found["scoring"] = torch.cuda.max_memory_allocated() - start - found["reference"]
-    equal = all(np.array_equal(scored[0][i], scored[1][i]) for i in range(4))
+    equal = len(scored[0]) == 64 and all(np.array_equal(scored[0][i], scored[1][i]) for i in range(64))
     start = live()
     trainer.train(episodes, 0)
     found["moments"] = live() - start

@@ -19,9 +19,10 @@ def segments_of(lengths: list[int]) -> attention.Segments:
     return attention.Segments(ends.to(CUDA), max(lengths))
 
 
-def error(got: torch.Tensor, want: torch.Tensor) -> float:
+def error(got: torch.Tensor, want: torch.Tensor, least: float = 0.0) -> float:
+    """Relative to what is wanted, or to `least` where that is more."""
     got, want = got.detach().double(), want.detach().double()
-    return float((got - want).norm() / want.norm())
+    return float((got - want).norm()) / max(float(want.norm()), least)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -87,9 +88,10 @@ def test_responses_that_share_a_prompt_are_sdpa_of_each_segment_in_outputs_and_g
         q, k, v = inputs = [t.to(kind).requires_grad_() for t in exact]
         out = kernel(q, k, v, segments, scores)
         results[name] = [out, *torch.autograd.grad(out, inputs, upstream.to(kind))]
+    least = 0.1 * float(upstream.double().norm())  # a window of 1 has no gradient of q and k
     for what, want, got, plain in zip(("out", "dq", "dk", "dv"), *(results[n] for n in ("want", "flash", "sdpa")), strict=True):
         assert got.isfinite().all(), what
-        figures[what], figures[f"{what}_sdpa"] = error(got, want), error(plain, want)
+        figures[what], figures[f"{what}_sdpa"] = error(got, want, least), error(plain, want, least)
         assert figures[what] <= max(2 * figures[f"{what}_sdpa"], 1e-2), f"{what}: {figures}"
 
 

@@ -65,7 +65,7 @@ def test_an_engine_that_finds_the_gpu_taken_says_so_at_start(cfg, tmp_path, figu
 
 def test_an_engine_whose_share_is_too_small_says_so_at_start(cfg, shape_of, tmp_path, figures):
     cfg["model"] = shape_of("qwen3_06b")
-    cfg["generator"]["gpu_memory_utilization"] = 0.01
+    cfg["generator"]["gpu_memory_utilization"] = 0.005  # 0.7 GiB, for weights of 1.1
     message = failure(figures, free(), "train_grpo.py", written(tmp_path, cfg))
     assert "out of GPU memory while starting the engine" in message and "Raise generator.gpu_memory_utilization" in message
     assert re.search(r"more than its share of [\d.]+ GiB needed", message) and "GiB free" in message
@@ -110,7 +110,9 @@ def test_an_engine_that_cannot_wake_up_says_so(checkpoint_of, tmp_path, figures)
 
 
 def test_the_bytes_that_a_plan_tells_are_those_of_live_tensors(shape_of, tmp_path, figures):
-    """Of the 0.6B shape, with rows of 16,384 tokens; the engine's cache is what vLLM's own buffers leave of its share."""
+    """Of the 0.6B shape, with two rows of 16,384 tokens and as many keys as packing allows; the engine's cache is what vLLM's own buffers
+    leave of its share.
+    """
     seen = scenario("budget", tmp_path, model=shape_of("qwen3_06b"))
     live, told = seen["live"], seen["told"]
     assert live.keys() == told.keys()
