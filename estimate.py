@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from model import head_width
 from packing import KEYS_PER_TOKEN
-from parallel.memory import GIB, Residency, TrainingBytes, choose, parks, training_bytes
+from parallel.memory import CPU_SEQS, GIB, Residency, TrainingBytes, choose, cpu_kv_cache, gpu_kv_cache, gpu_seqs, parks, training_bytes
 from parallel.pipeline import bounds
 from parallel.plans import PLANS
 from parallel.roles import Plan, RolePlan, span
@@ -80,10 +80,14 @@ class Estimate:
     @property
     def training(self) -> TrainingBytes:
         """Beside the policy's weights."""
+        return self.training_of(self.weights)
+
+    def training_of(self, weights: int) -> TrainingBytes:
+        """Beside so many bytes of them."""
         role, s = self.plan.trainer, self.shape
         tokens = -(-self.row_tokens // role.cp)
         options: dict[str, Any] = {"layers": s.layers, "tokens": tokens, "itemsize": self.dtype.itemsize, "switches": self.switches}
-        return training_bytes(self.weights, **self._widths(role), **options)
+        return training_bytes(weights, **self._widths(role), **options)
 
     def _widths(self, role: RolePlan) -> dict[str, Any]:
         s = self.shape
@@ -108,6 +112,17 @@ class Estimate:
         s = self.shape
         heads = -(-s.kv_heads // self.plan.generator.tp)  # more ranks than heads repeat them
         return self.engine_dtype.itemsize * s.layers * heads * s.kv // s.kv_heads
+
+    def kv_cache(self, engine: Any, total: int, seq_len: int, rollout: tuple[int, int] | None) -> int | None:
+        """Bytes of KV cache that a rank of an engine is given; None: what is left of its share of a GPU, as vLLM finds it.
+
+        engine: its GeneratorConfig; total: bytes of its GPU, 0 on a CPU; rollout: prompts of one and samples of each, None where that is
+        not known.
+        """
+        if not total:
+            return cpu_kv_cache(seq_len, self.kv_per_token, engine.max_num_seqs or CPU_SEQS)
+        seqs = engine.max_num_seqs or gpu_seqs(rollout, self.plan.generator.num_replicas)
+        return gpu_kv_cache(seq_len, self.kv_per_token, seqs, int(total * engine.gpu_memory_utilization) - self.engine_weights)
 
     @property
     def gradients(self) -> int:
@@ -178,7 +193,7 @@ class Estimate:
         return table
 
     def lines(self, seq_len: int, total: int = 0, share: float = 0.5, kv_cache: int = 0) -> list[str]:
-        """total: bytes of a GPU, 0 where not known; share: an engine's of it; kv_cache: of an engine's rank that is not on a GPU."""
+        """total: bytes of a GPU, 0 where not known; share: an engine's of it; kv_cache: of an engine's rank, 0: all of its share."""
         training, sequence = self.training, seq_len * self.kv_per_token
         lines = [
             f"bytes per rank, {(self.shape.cut + self.shape.whole) / 1e9:.2f} billion parameters",
@@ -197,7 +212,7 @@ class Estimate:
             return [*lines, *self._in_use(total, share, 0)]
         cache = f"KV cache {self.kv_per_token / 2**10:.1f} KiB a token: {_gib(sequence)} for a sequence of {seq_len}"
         lines.append(f"  generator   weights {_gib(self.engine_weights)}, {cache}")
-        if kv_cache := max(int(total * share) - self.engine_weights, 0) if total else kv_cache:
+        if kv_cache := kv_cache or max(int(total * share) - self.engine_weights, 0):
             tokens = kv_cache // self.kv_per_token
             held = f"{tokens} tokens or {tokens // seq_len} sequences of {seq_len}"
             lines.append(f"  KV cache    at most {_gib(kv_cache)}, {held} in each engine")
@@ -212,8 +227,8 @@ class Estimate:
             lines.append(f"  {span(list(ranks)):<11} {numbers}")
         return lines
 
-    def warnings(self, total: int, share: float) -> list[str]:
-        """What will not fit a GPU of `total` bytes of which the engine takes `share`, where trainer and engine share it."""
+    def warnings(self, total: int, share: float, kv_cache: int = 0) -> list[str]:
+        """What will not fit a GPU of `total` bytes of which the engine may take `share`, where trainer and engine share it."""
         engine, kept = int(total * share), self.weights_on_device + self.training.kept
         found = []
         if self.on_one_gpu("trainer", "generator") and engine + kept > total:
@@ -226,7 +241,7 @@ class Estimate:
                 f"warning: training takes up to {_gib(self.weights_on_device + self.training.peak)} of the GPU's {_gib(total)}: lower "
                 f"training.max_tokens_per_batch, set training.activation_checkpointing: full, or raise the trainer's ranks"
             )
-        awake = self.on_one_gpu("trainer", "generator") * engine
+        awake = self.on_one_gpu("trainer", "generator") * (self.engine_weights + kv_cache if kv_cache else engine)
         if self.on_one_gpu("trainer", "ref_model") and (needed := kept + self.reference + self.scoring + awake) > total:
             found.append(
                 f"warning: scoring with the reference takes up to {_gib(needed)} of the GPU's {_gib(total)}, with the policy's weights and "

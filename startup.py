@@ -36,7 +36,7 @@ from losses.correction import Truncated
 from model import ModelSource
 from parallel.fit import check_model, check_switches, idle_ranks
 from parallel.hardware import is_kept_on_cpu, largest_memory
-from parallel.memory import CPU_SEQS, GIB, capacity, cpu_kv_cache
+from parallel.memory import GIB, capacity
 from parallel.placement import Placement
 from parallel.roles import ParallelismConfig, Plan, ServicesConfig
 from rollout.sampling import Sampling, sampling_seed
@@ -286,12 +286,11 @@ def plan_bytes(cfg: Any, plan: Plan, asked: int) -> list[str]:
     """What --plan says of memory, where the model's shape is at hand. asked: bytes of a GPU; 0: of this machine's, if the run uses it."""
     if (estimate := estimate_of(cfg, plan)) is None:
         return []
-    training, share = cfg.training, cfg.generator.gpu_memory_utilization
-    total, cache = asked or largest_memory(cfg.device), 0
-    if not total and is_kept_on_cpu(cfg.device):
-        cache = cpu_kv_cache(training.seq_len, estimate.kv_per_token, cfg.generator.max_num_seqs or CPU_SEQS)
-        cache = cfg.generator.engine.get("kv_cache_memory_bytes", cache)
-    return estimate.lines(training.seq_len, total, share, cache) + (estimate.warnings(total, share) if total else [])
+    training, engine, share, cache = cfg.training, cfg.generator, cfg.generator.gpu_memory_utilization, 0
+    if (total := asked or largest_memory(cfg.device)) or is_kept_on_cpu(cfg.device):
+        rollout = (training.prompts_per_rollout, cfg.grpo.n_samples) if plan.samples else None
+        cache = engine.engine.get("kv_cache_memory_bytes") or estimate.kv_cache(engine, total, training.seq_len, rollout) or 0
+    return estimate.lines(training.seq_len, total, share, cache) + (estimate.warnings(total, share, cache) if total else [])
 
 
 def asked_plan() -> tuple[int | None, int] | None:

@@ -207,8 +207,22 @@ def gpu_seqs(rollout: tuple[int, int] | None, replicas: int) -> int:
 
 def cpu_kv_cache(seq_len: int, bytes_per_token: int, max_num_seqs: int) -> int:
     """Bytes of an engine's KV cache on a CPU: all sequences and one more, at most 1 GiB, but two sequences at least."""
-    sequence = -(-seq_len // 128) * 128 * bytes_per_token  # the CPU cache's block
-    return max(2 * sequence, min((max_num_seqs + 1) * sequence, GIB))
+    return max(_sequences(2, seq_len, bytes_per_token), min(_sequences(max_num_seqs + 1, seq_len, bytes_per_token), GIB))
+
+
+def gpu_kv_cache(seq_len: int, bytes_per_token: int, max_num_seqs: int, left: int) -> int | None:
+    """Bytes of an engine's KV cache on a GPU: all sequences and one more, where `left`, what the engine's share of the GPU has beside its
+    weights, is clearly more than that (by a quarter of it or 8 GiB); else None, and vLLM finds out how much of it is free.
+
+    With so much no sequence waits for another's memory, and more could only keep prefixes, which new weights make worthless. What a
+    forward pass and CUDA graphs take is in the difference.
+    """
+    enough = _sequences(max_num_seqs + 1, seq_len, bytes_per_token)
+    return enough if enough <= left - min(left // 4, 8 * GIB) else None
+
+
+def _sequences(count: int, seq_len: int, bytes_per_token: int) -> int:
+    return count * -(-seq_len // 128) * 128 * bytes_per_token  # 128: tokens of the CPU cache's block; a GPU's is smaller
 
 
 def usage(device: torch.device, engine: int = 0) -> dict[str, float]:

@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from transformers import AutoConfig
 
 from batch import Completion, Group, Prompt
-from model import ModelSource, head_width
-from packing import KEYS_PER_TOKEN
+from estimate import Estimate, Shape
+from model import ModelSource
 from parallel import memory
-from parallel.memory import Remedy, Residency, agreed, allocated, capacity, empty_cache, explained, residency, training_bytes
+from parallel.memory import Remedy, Residency, agreed, allocated, capacity, empty_cache, explained, residency
 from parallel.placement import Grid, Placement, holds, share, shares_ranks
 from parallel.sub_world import OwnRandomState, sub_world
 from parallel.switches import ALL_OFF, Switches
@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 @dataclass(kw_only=True)
 class GeneratorConfig:
     dtype: str | None = None  # of the engine's weights, bfloat16 or float32; default: training.dtype
-    gpu_memory_utilization: float = 0.5  # share of a GPU's memory for the engine's weights and KV cache
+    gpu_memory_utilization: float = 0.5  # share of a GPU's memory for the engine's weights and KV cache, at most
     max_num_seqs: int | None = None  # sequences decoded at once; default: what a rollout gives a replica, 64 to 1024; on a CPU 64
     enforce_eager: bool = False  # true: no CUDA graphs (a CPU never has them)
     engine: dict[str, Any] = field(default_factory=dict)  # further vLLM engine arguments, by vLLM's names
@@ -96,7 +96,10 @@ class Generator:
         self._sleeps = place.device.type == "cuda" and shares_ranks(self.grid, place.trainer)
         index = self.grid.index("dp")
         before = allocated(place.device)
-        arguments = self._arguments(source, cfg, place, rollout) | {"seed": seed + index} | cfg.engine
+        shape = Shape.read(source.name, source.revision)
+        assert shape is not None, "the tokenizer was there"
+        estimate = Estimate(shape, place.plan, getattr(torch, dtype), self.dtype, row_tokens, switches)
+        arguments = self._arguments(source, cfg, place, rollout, estimate) | {"seed": seed + index} | cfg.engine
         threads, set_threads, precision = torch.get_num_threads(), torch.set_num_threads, torch.get_float32_matmul_precision()
         with self._inside():
             _prepare_vllm(place.device.type, unique=f"{os.environ.get('MASTER_PORT', '0')}-{index}")
@@ -119,14 +122,12 @@ class Generator:
             self._loader.before = widen_head(self._model())
         self.live_bytes = allocated(place.device) - before
         if self._sleeps:
-            weights = before if policy_bytes is None else policy_bytes
-            itemsize, tokens = getattr(torch, dtype).itemsize, -(-row_tokens // place.trainer.cp)
-            needed = training_bytes(weights, tokens=tokens, itemsize=itemsize, switches=switches, **_widths(source))
+            needed = estimate.training_of(before if policy_bytes is None else policy_bytes)
             choice = residency(place.device, needed, sum(block.handle[1] for block in _blocks("kv_cache")))
             self._residency = agreed(choice, self._replica)
 
     def _arguments(
-        self, source: ModelSource, cfg: GeneratorConfig, place: Placement, rollout: tuple[int, int] | None
+        self, source: ModelSource, cfg: GeneratorConfig, place: Placement, rollout: tuple[int, int] | None, estimate: Estimate
     ) -> dict[str, Any]:
         shape = _shape(source)
         tp = self.grid.tp
@@ -144,6 +145,8 @@ class Generator:
             "enable_prefix_caching": True,
             "disable_log_stats": True,
         }
+        if (cache := estimate.kv_cache(cfg, capacity(place.device), self.seq_len, rollout)) is not None:
+            arguments["kv_cache_memory_bytes"] = cache
         if place.device.type == "cuda":
             seqs = cfg.max_num_seqs or memory.gpu_seqs(rollout, self.grid.num_replicas)
             log.info("each engine decodes up to %d sequences at once (generator.max_num_seqs)", seqs)
@@ -157,13 +160,9 @@ class Generator:
                 "moe_backend": "triton",  # see check_engine
             }
         check_tile(shape, tp)
-        seqs = cfg.max_num_seqs or memory.CPU_SEQS
-        kv_heads = -(-shape.num_key_value_heads // tp)
-        per_token = 2 * shape.num_hidden_layers * kv_heads * head_width(shape) * self.dtype.itemsize
         return arguments | {
-            "max_num_seqs": seqs,
+            "max_num_seqs": cfg.max_num_seqs or memory.CPU_SEQS,
             "enforce_eager": True,
-            "kv_cache_memory_bytes": memory.cpu_kv_cache(self.seq_len, per_token, seqs),
             # A token budget below the prompt's length splits the prompt, and a seeded CPU request then fails (vLLM 0.32).
             "enable_chunked_prefill": False,
             "max_num_batched_tokens": max(2048, self.seq_len),
@@ -322,14 +321,6 @@ class Generator:
 
 def _shape(source: ModelSource) -> Any:
     return AutoConfig.from_pretrained(source.name, revision=source.revision).get_text_config()
-
-
-def _widths(source: ModelSource) -> dict[str, int]:
-    """The sizes that decide about activations, as `training_bytes` takes them."""
-    shape = _shape(source)
-    heads, kv = (n * head_width(shape) for n in (shape.num_attention_heads, 2 * shape.num_key_value_heads))
-    widths = {"hidden": shape.hidden_size, "intermediate": shape.intermediate_size, "layers": shape.num_hidden_layers}
-    return widths | {"heads": heads + kv, "again": (KEYS_PER_TOKEN - 1) * kv}
 
 
 # How vLLM says that its memory does not suffice to start, and what to do about it.

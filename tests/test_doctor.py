@@ -7,6 +7,7 @@ import sys
 
 import numpy as np
 import pytest
+import torch
 
 from rollout import doctor
 from rollout.doctor import compare, read_prompts
@@ -157,6 +158,7 @@ def test_the_command_prints_one_json_object_for_each_family(checkpoint_of, tmp_p
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() == "AVX2", reason="there vLLM's attention rounds more (docs/mismatch.md)")
 @pytest.mark.parametrize(("family", "both"), [("llama", []), ("qwen3", ["--fp32-logits"])])
 def test_rounding_as_the_sampler_does_closes_most_of_the_gap(checkpoint_of, family, both):
     gaps = []

@@ -188,16 +188,21 @@ def test_a_sync_counts_the_largest_tensor_twice():
     assert replace(planned(None, 8), shape=large).syncing == planned(None, 8).syncing + 2 * 2 * 10**9
 
 
-def test_a_plan_for_gpus_of_a_size_says_what_their_kv_cache_holds(checkpoint_of, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["train_grpo.py", f"model={checkpoint_of('qwen3')}", "training.seq_len=64", "--plan=2x1.5GiB"])
+@pytest.mark.parametrize("seqs", [None, 9000, 9300])
+def test_a_plan_for_gpus_of_a_size_says_what_their_kv_cache_holds(seqs, checkpoint_of, monkeypatch, capsys):
+    """What all sequences need, or, where that is more than three quarters of it, what the engine's share leaves."""
+    given = ["training.seq_len=128", f"generator.max_num_seqs={seqs or 'null'}", "--plan=2x1.5GiB"]
+    monkeypatch.setattr(sys, "argv", ["train_grpo.py", f"model={checkpoint_of('qwen3')}", *given])
     train_grpo.main()
     out = capsys.readouterr().out
     per_token = 2 * 2 * 2 * 32 * 2  # k and v of 2 layers of 2 heads of 32 numbers of 2 bytes
-    found = re.search(r"KV cache    at most 0.75 GiB, (\d+) tokens or (\d+) sequences of 64 in each engine", out)
+    found = re.search(r"KV cache    at most ([\d.]+) GiB, (\d+) tokens or (\d+) sequences of 128 in each engine", out)
     assert found is not None, out
-    assert int(found[1]) == pytest.approx(0.75 * GIB / per_token, rel=0.01) and int(found[2]) == int(found[1]) // 64
-    assert "16384 tokens, 256 sequences of 64, on each of 2 replicas" in out
-    assert "in use by phase, at most (GPUs of 1.50 GiB)\n  0-1         generate 0.75 GiB" in out and "warning: " in out
+    expected = 0.75 * GIB / per_token if seqs == 9300 else ((seqs or 64) + 1) * 128  # tokens; 2 prompts a replica have 16 answers
+    assert int(found[2]) == pytest.approx(expected, rel=0.01 if seqs == 9300 else 0) and int(found[3]) == int(found[2]) // 128
+    assert float(found[1]) == round(int(found[2]) * per_token / GIB, 2)
+    assert "16384 tokens, 128 sequences of 128, on each of 2 replicas" in out
+    assert f"in use by phase, at most (GPUs of 1.50 GiB)\n  0-1         generate {found[1]} GiB" in out and "warning: " in out
 
 
 @pytest.mark.parametrize("asked", ["0", "x80", "8x0", "8xlarge", "many"])

@@ -281,7 +281,8 @@ def transformers_logprobs(model: str, groups: list[Group], dtype: torch.dtype) -
 
 def waking(place: Placement, *, model: str) -> None:
     """Something else takes the GPU while the engine sleeps."""
-    job = Job.start(place, model, cfg=GeneratorConfig(gpu_memory_utilization=0.3, enforce_eager=True), seq_len=128)
+    cfg = GeneratorConfig(gpu_memory_utilization=0.3, enforce_eager=True, engine={"kv_cache_memory_bytes": 8 * GIB})
+    job = Job.start(place, model, cfg=cfg, seq_len=128)
     job.publish()
     job.generator._residency = "drops its KV cache"
     with job.generator.asleep(until_load=False):

@@ -5,8 +5,8 @@ import statistics
 from tests.gpu.timed import check_time_and_memory, run, sharing
 
 
-def test_the_shape_of_qwen3_06b_with_an_engine_that_drops_its_kv_cache(shape_of, gsm8k, tmp_path, figures):
-    """32 prompts x 8 answers x 512 tokens a step."""
+def test_the_shape_of_qwen3_06b_with_an_engine_that_stays(shape_of, gsm8k, tmp_path, figures):
+    """32 prompts x 8 answers x 512 tokens a step, for which the engine takes no more of its share than they need."""
     steps, printed = run(
         "train_grpo.py", tmp_path, model=shape_of("qwen3_06b"), dataset={"path": gsm8k},
         training={"steps": 20, "batch_size": 32, "seq_len": 1024, "learning_rate": 1e-6},
@@ -14,7 +14,7 @@ def test_the_shape_of_qwen3_06b_with_an_engine_that_drops_its_kv_cache(shape_of,
         generator={"gpu_memory_utilization": 0.85},
     )  # fmt: skip
     figures["engine"] = sharing(printed)
-    assert "drops its KV cache" in figures["engine"]
+    assert "so the engine stays" in figures["engine"]
     assert all(s["grad/norm"] > 0 and s["len/mean"] > 400 for s in steps)
     check_time_and_memory(steps, figures)
     figures["gap"] = statistics.fmean(s["mismatch/abs_mean"] for s in steps)
