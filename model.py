@@ -25,7 +25,7 @@ from parallel.launch import advance, enter
 from parallel.memory import Parked, Remedy, explained, live_bytes
 from parallel.names import checkpoint_of
 from parallel.placement import Grid, device_of, holds, share
-from parallel.plans import parallelize, reshard
+from parallel.plans import is_alone, keep_cast, parallelize, reshard
 from parallel.switches import ALL_OFF, Switches
 from parallel.weights import Bucket, blend
 
@@ -200,7 +200,7 @@ class Model:
             lm.requires_grad_(False)
         self.num_parameters = sum(p.numel() for p in lm.parameters())
         self.is_tied = lm.get_output_embeddings().weight is lm.get_input_embeddings().weight
-        self._module = ResponseLogprobs(lm, temperature, grid, switches)
+        self._module, self._is_alone = ResponseLogprobs(lm, temperature, grid, switches), is_alone(grid, switches)
         weights = torch.float32 if trainable else self.dtype
         self._loaded = {name: p.dtype for name, p in lm.named_parameters()}
         with explained("loading the model", MORE_RANKS):
@@ -287,6 +287,8 @@ class Model:
         if grid.pp == 1:
             for i, row in enumerate(rows):
                 advance()
+                if train and self._is_alone:
+                    keep_cast(module, i + 1 < len(rows))
                 batch = batch_of(row, length=lengths[i])
                 loss = finish(i, batch, module(batch, given[i]))
                 if train:

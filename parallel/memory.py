@@ -121,7 +121,8 @@ def training_bytes(
     Activations of one row without checkpointing, in vectors a token and layer of transformers' eager blocks: about 10 of the hidden, 4
     of the intermediate and 3 of the heads' width (docs/results.md compares bf16 with what was measured). With `selective`: the input, q, k,
     v, attention and three products of each layer, with `full` its input, and all of one layer. What a compiled block saves is not
-    counted. The head's chunks, and with offload to the host the moments of a part of the weights: 2 GiB.
+    counted. The head's chunks, the gradients of a unit of FSDP's on their way, and with offload to the host the moments of a part of the
+    weights: 2 GiB.
     """
     of_layer = 10 * hidden + 4 * intermediate + 3 * heads + again
     kept = {"none": of_layer, "selective": 3 * hidden + 2 * intermediate + 2 * heads, "full": hidden}[switches.activations]

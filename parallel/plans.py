@@ -41,6 +41,7 @@ class Plan:
 # Between attention and MLP each tensor rank has a part of the tokens (sequence parallelism, 2205.05198): they are gathered where a module
 # that is cut begins, and its results are summed and dealt out where it ends. The tokens are in dimension 1.
 TOKENS = Shard(1)
+UNIT_PARAMETERS = 2**28  # of FSDP's unit on a rank that has all weights: while it goes backward, 6 bytes each in bf16 and 4 in fp32
 LLAMA = Plan(
     tp={
         "self_attn": PrepareModuleInput(
@@ -112,7 +113,9 @@ def parallelize(
 ) -> list[nn.Parameter]:
     """Leave this rank's stage of `model`, cut it along "tp", then shard it along the other axes.
 
-    In place, block by block, so that one full block at a time is on the device.
+    In place, block by block, so that one full block at a time is on the device. On a rank that shares its weights with no other, FSDP
+    only casts weights and adds gradients up, at a cost to the host for each unit and pass: there a unit has more blocks, and stays cast
+    until `reshard`, or the last pass that `keep_cast` knows of.
     root: the module whose forward uses `model`; it gathers what is in no block. weights: dtype of the sharded parameters;
     compute: of the forward and backward passes. switches: what a block keeps and where its shards live.
     Returns the parameters whose gradients must be summed over "tp": those that are not cut, since each rank has seen a part of the tokens,
@@ -125,12 +128,14 @@ def parallelize(
     if switches.matched:
         match_sampler(model, compute)
     precision = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    for block in _stage(model, plan, grid):
-        block.to(device=device, dtype=weights)
-        if tp > 1:
-            parallelize_module(block, grid.weights["tp"], plan.styles(block), src_data_rank=None)
-        switches.prepare(block)
-        fully_shard(block, mesh=grid.fsdp, mp_policy=precision, offload_policy=switches.offload_policy)
+    alone = is_alone(grid, switches)
+    for unit in _units(_stage(model, plan, grid), UNIT_PARAMETERS if alone else 0):
+        for block in unit:
+            block.to(device=device, dtype=weights)
+            if tp > 1:
+                parallelize_module(block, grid.weights["tp"], plan.styles(block), src_data_rank=None)
+            switches.prepare(block)
+        fully_shard(unit, mesh=grid.fsdp, mp_policy=precision, offload_policy=switches.offload_policy, reshard_after_forward=not alone)
     for buffer in root.buffers():
         buffer.data = buffer.data.to(device)
     for parameter in root.parameters():
@@ -168,7 +173,40 @@ def _stage(model: nn.Module, plan: Plan, grid: Grid) -> list[nn.Module]:
     return list(blocks[first:last])
 
 
+def _units(blocks: list[nn.Module], most: int) -> list[list[nn.Module]]:
+    """Blocks in a row with `most` parameters together; one that has more is alone.
+
+    >>> [len(unit) for unit in _units([nn.Linear(2, 4, bias=False) for _ in range(5)], most=20)]
+    [2, 2, 1]
+    """
+    units: list[list[nn.Module]] = []
+    room = 0
+    for block in blocks:
+        size = sum(p.numel() for p in block.parameters())
+        if size > room:
+            units.append([])
+            room = most
+        units[-1].append(block)
+        room -= size
+    return units
+
+
+def is_alone(grid: Grid, switches: Switches) -> bool:
+    """Does a rank share its weights with no other, and have them on its device?"""
+    return grid.fsdp.size() == 1 and switches.offload != "parameters"
+
+
 def reshard(root: nn.Module) -> None:
-    """Free what a pass without gradients leaves gathered: the weights that are in no block, which would be taken for the shards."""
+    """Free what a pass without gradients leaves gathered or cast, which would be taken for the shards."""
+    for module in root.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def keep_cast(root: nn.Module, more: bool) -> None:
+    """Where `is_alone`: will `more` passes of this update follow the next one? Then weights stay cast, and gradients, added up in fp32,
+    become those of the shards with the last one's.
+    """
     assert isinstance(root, FSDPModule)
-    root.reshard()
+    root.set_reshard_after_backward(not more)
+    root.set_requires_gradient_sync(not more)

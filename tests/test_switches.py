@@ -17,6 +17,7 @@ from batch import Episode, to_batch
 from losses import GRPOLoss
 from model import Model, ModelSource
 from parallel.memory import training_bytes
+from parallel.plans import reshard
 from parallel.switches import MOMENTS, Switches, blank_state_on_host, step_by_parts, whole_step
 from startup import GRPOConfig, check_repeatable
 from tests.steps import TEMPERATURE, gradient, place, some_episodes, trainer_of  # noqa: F401 - two are fixtures
@@ -34,10 +35,11 @@ def forward(trainer: Trainer, episodes: list[Episode]) -> torch.Tensor:
 
 
 def costs(trainer: Trainer, episodes: list[Episode]) -> tuple[int, int]:
-    """Bytes that a forward pass leaves behind, and floating-point operations of forward and backward pass."""
+    """Bytes that a forward pass leaves behind beside the weights, and floating-point operations of forward and backward pass."""
     forward(trainer, episodes).backward()  # makes what is made once: gradients
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as memory:
         share = forward(trainer, episodes)
+        reshard(trainer.model.local)
     share.backward()
     with FlopCounterMode(display=False) as operations:
         forward(trainer, episodes).backward()
@@ -94,7 +96,8 @@ def test_a_few_graphs_serve_all_blocks_and_rows_of_any_length_and_compute_what_e
         for name, tensor in gradient(eager).items():
             assert (gradient(compiled)[name] - tensor).norm() <= tolerance * tensor.norm(), name
         graphs.append(counters["stats"]["unique_graphs"])
-    assert 0 < graphs[0] == graphs[-1] <= 12  # before and after attention, with and without gradients
+    # Before and after attention, with and without gradients; in fp32 also where those of an earlier row wait in the weights.
+    assert 0 < graphs[0] == graphs[-1] <= (13 if dtype == "float32" else 12)
 
 
 def offloading(place, tiny_qwen3, cpu_offload: Literal["none", "optimizer"]) -> Trainer:  # noqa: F811
