@@ -35,10 +35,12 @@ class Shape:
     largest: int = 0  # parameters of the largest tensor
 
     @classmethod
-    def read(cls, name: str, revision: str | None) -> "Shape | None":
-        """From a folder, or from what the cache already holds; None where neither has it. Nothing is downloaded, no weight is read."""
+    def read(cls, name: str, revision: str | None, *, download: bool = False) -> "Shape | None":
+        """From a folder, or from what the cache already holds; None where neither has it. No weight is read, and without `download`
+        nothing is fetched.
+        """
         try:
-            config = AutoConfig.from_pretrained(name, revision=revision, local_files_only=True)
+            config = AutoConfig.from_pretrained(name, revision=revision, local_files_only=not download)
         except (OSError, ValueError):
             return None
         with torch.device("meta"):

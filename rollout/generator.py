@@ -96,7 +96,7 @@ class Generator:
         self._sleeps = place.device.type == "cuda" and shares_ranks(self.grid, place.trainer)
         index = self.grid.index("dp")
         before = allocated(place.device)
-        shape = Shape.read(source.name, source.revision)
+        shape = Shape.read(source.name, source.revision, download=True)
         assert shape is not None, "the tokenizer was there"
         estimate = Estimate(shape, place.plan, getattr(torch, dtype), self.dtype, row_tokens, switches)
         arguments = self._arguments(source, cfg, place, rollout, estimate) | {"seed": seed + index} | cfg.engine
