@@ -32,6 +32,7 @@ from config import model_source
 from model import Model, ModelSource
 from parallel.launch import launch
 from parallel.placement import Placement
+from parallel.plans import reshard
 from parallel.roles import ParallelismConfig, Plan
 from parallel.switches import ALL_OFF, Switches
 from parallel.weights import stream_weights
@@ -197,6 +198,7 @@ def scored(model: Model, row: list[Episode], *, shared_prompts: bool = False) ->
     """What the modules of a model compute of a packed row, and the log-probs of its response tokens. shared_prompts: as in `to_batch`."""
     with traced(model.local.lm) as found:
         logprobs, _ = model.local(to_batch(row, model.device, shared_prompts=shared_prompts))
+    reshard(model.local)
     return found, logprobs.cpu().numpy()
 
 
