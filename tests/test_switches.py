@@ -96,8 +96,8 @@ def test_a_few_graphs_serve_all_blocks_and_rows_of_any_length_and_compute_what_e
         for name, tensor in gradient(eager).items():
             assert (gradient(compiled)[name] - tensor).norm() <= tolerance * tensor.norm(), name
         graphs.append(counters["stats"]["unique_graphs"])
-    # Before and after attention, with and without gradients; in fp32 also where those of an earlier row wait in the weights.
-    assert 0 < graphs[0] == graphs[-1] <= (13 if dtype == "float32" else 12)
+    # Before and after attention, with and without gradients; two more since a unit of FSDP's has several blocks (a guard meets a None).
+    assert 0 < graphs[0] == graphs[-1] <= 13
 
 
 def offloading(place, tiny_qwen3, cpu_offload: Literal["none", "optimizer"]) -> Trainer:  # noqa: F811
