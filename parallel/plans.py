@@ -41,7 +41,7 @@ class Plan:
 # Between attention and MLP each tensor rank has a part of the tokens (sequence parallelism, 2205.05198): they are gathered where a module
 # that is cut begins, and its results are summed and dealt out where it ends. The tokens are in dimension 1.
 TOKENS = Shard(1)
-UNIT_PARAMETERS = 2**28  # of FSDP's unit on a rank that has all weights: while it goes backward, 6 bytes each in bf16 and 4 in fp32
+UNIT_PARAMETERS = 2**28  # of FSDP's unit on a rank that has all weights: at the end of its backward pass their gradients are there twice
 LLAMA = Plan(
     tp={
         "self_attn": PrepareModuleInput(
